@@ -231,29 +231,6 @@ def test_a_job_on_several_hosts_without_a_secret_is_warned(
     assert capsys.readouterr().err == ""
 
 
-def test_strangers_do_not_delay_the_chief() -> None:
-    jobs = layouts(2)
-    port, done = jobs[0].port(1000), threading.Event()
-    said = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"rank": 1}\n', b"[" * 9000 + b"\n"]
-
-    def strangers() -> None:
-        while not done.is_set():
-            for words in said:
-                with contextlib.suppress(OSError):
-                    link = socket.create_connection(("127.0.0.1", port), 0.1)
-                    link.sendall(words)
-                    link.close()
-            time.sleep(0.01)
-
-    crowd = threading.Thread(target=strangers)
-    crowd.start()
-    try:
-        assert [future.result().rank for future in agree(jobs)] == [0, 1]
-    finally:
-        done.set()
-        crowd.join()
-
-
 def test_different_numbers_of_gpus_are_an_error_on_all() -> None:
     words = "process 0 has 2 GPUs for itself, but process 1 has 1"
     for future in agree(layouts(2), gpus=[2, 1]):

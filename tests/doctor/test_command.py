@@ -21,6 +21,7 @@ from tfmulti.doctor.trust import check_trust
 pytestmark = pytest.mark.processes
 
 LIMIT_S = 240
+TWO_WORKERS = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
 
 
 def test_two_replicas_are_tried_by_training(tmp_path: Path) -> None:
@@ -39,14 +40,15 @@ def test_two_replicas_are_tried_by_training(tmp_path: Path) -> None:
 
 
 def test_two_workers_of_the_launcher_are_tried_by_training(tmp_path: Path) -> None:
-    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
-    done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
+    done = run(TWO_WORKERS, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "multi_worker_mirrored: auto chose" in done.stdout
     assert "every worker reaches every other one" in done.stdout
     assert "8.39 MB over 2 devices" in done.stdout
     assert "WARNING  gRPC ports    TensorFlow will listen on all interfaces" in done.stdout
-    assert re.search(r"doors +worker 0 listens at .*:\d+ \(gRPC\); worker 1 listens", done.stdout)
+    assert re.search(
+        r"open ports +worker 0 listens at .*:\d+ \(gRPC\); worker 1 listens", done.stdout
+    )
     assert "It will train here" in done.stdout
 
 
@@ -62,10 +64,9 @@ def test_isolated_workers_have_no_open_port(tmp_path: Path) -> None:
 
 def test_the_launcher_shows_a_failed_check_once(tmp_path: Path) -> None:
     """A restart cannot help, and no worker ends before the chief has printed the report."""
-    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
     few = ["sh", "-c", 'ulimit -n 200 && exec "$@"', "-"]
     with processes(tmp_path / "logs") as group:
-        group.start([*argv, "--training=false"], cwd=tmp_path, before=few)
+        group.start([*TWO_WORKERS, "--training=false"], cwd=tmp_path, before=few)
         (done,) = group.wait(LIMIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("It will not train here as it is") == 1, done.stdout
@@ -76,9 +77,8 @@ def test_the_launcher_shows_a_failed_check_once(tmp_path: Path) -> None:
 
 
 def test_the_launcher_keeps_the_report_as_json(tmp_path: Path) -> None:
-    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "-m", "tfmulti.doctor"]
     flags = ["--json", "--training=false"]
-    done = run([*argv, *flags], tmp_path / "launcher", limit_s=LIMIT_S, cwd=tmp_path)
+    done = run([*TWO_WORKERS, *flags], tmp_path / "launcher", limit_s=LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "logs/attempt_0/worker_0/stdout.log").read_text())
     assert (report["workers"], report["status"] in ("ok", "warning")) == (2, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import subprocess
@@ -29,6 +30,18 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield made
 
 
+@contextlib.contextmanager
+def firewall(hosts: Hosts, packets: str) -> Iterator[None]:
+    """Drops these packets to the second host, of worker 1."""
+    on(hosts, 2, "nft", "add table inet doctor")
+    on(hosts, 2, "nft", "add chain inet doctor input { type filter hook input priority 0; }")
+    on(hosts, 2, "nft", f"add rule inet doctor input {packets} drop")
+    try:
+        yield
+    finally:
+        on(hosts, 2, "nft", "delete table inet doctor")
+
+
 def test_a_healthy_network_has_every_link(hosts: Hosts, tmp_path: Path) -> None:
     first, *others = examine(hosts, tmp_path, NO_TRAINING, "--run_dir", str(tmp_path / "run"))
     report = report_of(first)
@@ -43,17 +56,8 @@ def test_a_healthy_network_has_every_link(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(program("nft") is None, reason="nft is not installed (apt install nftables)")
 def test_a_firewalled_port_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    rules = (
-        "add table inet doctor",
-        "add chain inet doctor input { type filter hook input priority 0; }",
-        f"add rule inet doctor input tcp dport {PORT} drop",
-    )
-    for rule in rules:
-        on(hosts, 2, "nft", rule)
-    try:
+    with firewall(hosts, f"tcp dport {PORT}"):
         done = examine(hosts, tmp_path, NO_TRAINING, "--wait_s=8")
-    finally:
-        on(hosts, 2, "nft", "delete table inet doctor")
     (finding,) = wrong(report_of(done[0]))
     assert (finding["check"], finding["worker"]) == ("connection", 1)
     assert finding["measured"] == (
@@ -68,18 +72,8 @@ def test_a_firewalled_port_is_named(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_firewall_that_opens_only_the_port_of_tensorflow_is_named(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    is_new = f"tcp flags & (syn|ack) == syn tcp dport != {PORT}"
-    rules = (
-        "add table inet doctor",
-        "add chain inet doctor input { type filter hook input priority 0; }",
-        f"add rule inet doctor input {is_new} drop",
-    )
-    for rule in rules:
-        on(hosts, 2, "nft", rule)
-    try:
+    with firewall(hosts, f"tcp flags & (syn|ack) == syn tcp dport != {PORT}"):
         done = examine(hosts, tmp_path, NO_TRAINING)
-    finally:
-        on(hosts, 2, "nft", "delete table inet doctor")
     found = wrong(report_of(done[0]))
     assert [(f["check"], f["worker"], f["status"]) for f in found] == [
         ("free ports", 0, "warning"),
@@ -223,12 +217,11 @@ def test_a_bad_run_directory_is_named(
     workers = {1: Worker(before=before)}
     flags = [NO_TRAINING, "--run_dir", str(disk / "run")]
     done = examine(hosts, tmp_path, *flags, workers=workers)
-    found = {(f["worker"], f["status"]): f["measured"] for f in wrong(report_of(done[0]))}
+    problems = wrong(report_of(done[0]))
+    assert {(problem["worker"], problem["status"]) for problem in problems} == {(1, "failed")}
+    assert any(measured in problem["measured"] for problem in problems)
     # The disk is worker 1's alone, so it does not see the folder of worker 0.
-    measured_here = [each["measured"] for each in wrong(report_of(done[0])) if each["worker"] == 1]
-    assert any(measured in each for each in measured_here)
-    assert "it does not see the run directory of worker 0" in measured_here
-    assert set(found) == {(1, "failed")}
+    assert any("does not see the run directory" in problem["measured"] for problem in problems)
 
 
 def test_a_proxy_is_named_without_its_password(hosts: Hosts, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tfmulti.doctor import job, training
 from tfmulti.doctor.cuda import cuda_findings
 from tfmulti.doctor.finding import FAILED, OK, WARNING
 from tfmulti.doctor.result import Result
-from tfmulti.doctor.trust import doors_finding
+from tfmulti.doctor.trust import open_ports_finding
 
 BUILD = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9"}
 NEEDS = [
@@ -158,9 +158,9 @@ def test_a_tensorflow_without_cuda_is_a_fault() -> None:
 
 
 def test_a_port_that_is_open_to_all_interfaces_is_named() -> None:
-    doors = [[("0.0.0.0", 29400)], [("10.0.0.2", 40000), ("::", 29400), ("::", 6006)]]
-    assert doors_finding(doors[:1], [29400]).status == OK
-    finding = doors_finding(doors, [29400, 29400])
+    open_ports = [[("0.0.0.0", 29400)], [("10.0.0.2", 40000), ("::", 29400), ("::", 6006)]]
+    assert open_ports_finding(open_ports[:1], [29400]).status == OK
+    finding = open_ports_finding(open_ports, [29400, 29400])
     assert finding.status == WARNING
     assert "worker 0 listens at 0.0.0.0:29400 (gRPC)" in finding.measured
     assert "worker 1 listens at 10.0.0.2:40000, [::]:29400 (gRPC), [::]:6006" in finding.measured

@@ -23,18 +23,12 @@ from tests.support.launching import (
     assert_as_if_nothing_had_happened,
     assert_the_same_within_rounding,
     has_checkpoint,
+    launch,
     launched,
     wait_for,
 )
 from tests.support.mounts import mounted, needs_root
-from tests.support.processes import (
-    Finished,
-    Processes,
-    is_alive,
-    processes,
-    run,
-    run_workers,
-)
+from tests.support.processes import Finished, Processes, is_alive, processes
 
 pytestmark = pytest.mark.processes
 
@@ -105,10 +99,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
         "tf.distribute.MultiWorkerMirroredStrategy()\n"
     )
     flags = ["--nproc-per-node", "2", "--start-timeout", "3", "--max-restarts", "0"]
-    flags += ["--log-dir", str(tmp_path / "logs")]
-    done = run(
-        ["-m", "tfmulti.launch", *flags, str(script)], tmp_path / "launcher", limit_s=LIMIT_S
-    )
+    done = launch(tmp_path, *flags, str(script))
     assert done.returncode == 1
     # On a loaded machine both workers may be idle for as long before one of them is missed.
     late = r"does not listen at 127\.0\.0\.1:\d+, 3 s after another worker did"
@@ -131,14 +122,6 @@ def test_a_launched_run_goes_past_a_dead_proxy(
     assert done.stderr.count("starting all workers again") == 1
 
 
-def test_a_run_of_workers_without_a_launcher_goes_past_a_dead_proxy(
-    tmp_path: Path, whole: dict[str, np.ndarray]
-) -> None:
-    program = ["-m", "tests.support.chaos", str(tmp_path / "out.npz"), str(tmp_path)]
-    run_workers(program, 2, tmp_path / "workers", limit_s=LIMIT_S, env=PROXIES)
-    assert_as_if_nothing_had_happened(tmp_path, whole)
-
-
 SPINS = """
 import json, os, socket, sys, time
 from tfmulti.launch.heartbeat import heartbeat
@@ -156,14 +139,14 @@ while time.monotonic() < end:
 """
 
 
+SOON = ("--nproc-per-node", "2", "--start-timeout", "1", "--max-restarts", "0")
+
+
 def spun(folder: Path, how: str) -> Finished:
     """Runs two workers that use a core each for 14 seconds, and never train."""
     script = folder / "spins.py"
     script.write_text(SPINS)
-    flags = ["--nproc-per-node", "2", "--start-timeout", "1", "--max-restarts", "0"]
-    flags += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
-    argv = ["-m", "tfmulti.launch", *flags, str(script), how]
-    return run(argv, folder / "launcher", limit_s=LIMIT_S)
+    return launch(folder, *SOON, "--redirects", "3", str(script), how)
 
 
 def assert_no_progress(done: Finished) -> None:
@@ -184,11 +167,9 @@ def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> No
 def test_workers_of_fit_that_poll_before_they_listen_are_ended(tmp_path: Path) -> None:
     """A module of the user polls when it is imported."""
     (tmp_path / "spins.py").write_text("while True: pass\n")
-    flags = ["--nproc-per-node", "2", "--start-timeout", "1", "--max-restarts", "0"]
-    flags += ["--log-dir", str(tmp_path / "logs"), "-m", "tfmulti.fit", "--model", "spins:build"]
+    program = ["-m", "tfmulti.fit", "--model", "spins:build"]
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    argv = ["-m", "tfmulti.launch", *flags]
-    assert_no_progress(run(argv, tmp_path / "launcher", limit_s=LIMIT_S, env=env))
+    assert_no_progress(launch(tmp_path, *SOON, *program, env=env))
 
 
 @pytest.mark.parametrize("how", ["prints", "polls", "listens"])
@@ -311,8 +292,7 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
 
 def test_a_command_that_ends_leaves_no_process(tmp_path: Path) -> None:
     mark = f"{secrets.randbelow(10**9) + 10**9}"
-    flags = ["-m", "tfmulti.launch", "--log-dir", str(tmp_path / "logs"), "--no-python"]
-    done = run([*flags, "bash", "-c", f": {mark}; exit 3"], tmp_path / "launcher", limit_s=LIMIT_S)
+    done = launch(tmp_path, "--no-python", "bash", "-c", f": {mark}; exit 3")
     assert done.returncode == 3, done.stderr
     wait_for(lambda: not running(mark), 10)
 

@@ -30,13 +30,14 @@ from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.heartbeat import (
+    ERROR_FILE,
     SAVED,
     Heartbeat,
     HeartbeatRecord,
+    note_error,
     read_error,
     read_progress,
     saved_before,
-    write_error,
 )
 from tfmulti.launch.idle import Idle, Use
 from tfmulti.launch.machine import Unreachable
@@ -225,20 +226,19 @@ def test_a_worker_that_joins_is_known_without_blocking_sigterm() -> None:
     with default_signals():
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
         # As long as the signal has its default action, it ends the process.
-        assert not init_process._joins(own)
+        assert not init_process._is_joining(own)
         signal.signal(signal.SIGTERM, lambda *_: None)  # as TensorFlow does
-        assert init_process._joins(own)
+        assert init_process._is_joining(own)
     assert JOINING not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_faulthandler_of_the_user_keeps_sigusr1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "_is_own", False)
-    monkeypatch.setattr(stacks, "_stderr", [])
+    monkeypatch.setattr(stacks, "_is_registered", False)
     faulthandler.unregister(signal.SIGUSR1)
     with open(tmp_path / "users", "w") as users, open(tmp_path / "errors", "w") as errors:
-        stacks._stderr.append(errors.fileno())
+        monkeypatch.setattr(stacks, "own_stderr", errors.fileno)
         try:
             faulthandler.register(signal.SIGUSR1, file=users)
             stacks.show_at_sigusr1()
@@ -549,6 +549,12 @@ class Kind:
     """What is executed: a kind lives as long as it does."""
 
 
+def heartbeat_in(path: Path) -> HeartbeatRecord:
+    heartbeat = read_progress(path)
+    assert heartbeat is not None
+    return heartbeat
+
+
 def test_a_worker_tells_its_steps(tmp_path: Path) -> None:
     times = iter([10.0, 11.0, 14.0, 15.0, 15.5, 16.0, 16.2, 17.0, 18.0])
     path = tmp_path / "progress"
@@ -601,9 +607,7 @@ def test_who_goes_on_after_an_error_is_in_no_step(tmp_path: Path) -> None:
     heartbeat_writer = Heartbeat(str(path), lambda: 1.0)
     with pytest.raises(ValueError, match="caught"), heartbeat_writer.working(kind):
         raise ValueError("caught by the script")
-    last_heartbeat = read_progress(path)
-    assert last_heartbeat is not None
-    assert last_heartbeat.phase == "busy"
+    assert heartbeat_in(path).phase == "busy"
 
 
 def test_another_kind_at_the_same_place_is_not_the_same(tmp_path: Path) -> None:
@@ -615,9 +619,7 @@ def test_another_kind_at_the_same_place_is_not_the_same(tmp_path: Path) -> None:
         places.add(id(kind))
         for _ in range(2):
             with heartbeat_writer.working(kind):
-                last_heartbeat = read_progress(path)
-                assert last_heartbeat is not None
-                assert last_heartbeat.phase == "first"
+                assert heartbeat_in(path).phase == "first"
         del kind
     assert len(places) < 3  # Python gives a place anew
 
@@ -627,27 +629,17 @@ def test_a_later_trace_is_no_stalled_step(tmp_path: Path) -> None:
     now = [0.0]
     path = tmp_path / "progress"
     heartbeat_writer = Heartbeat(str(path), lambda: now[0])
-
-    class Kind:
-        pass
-
     kind, phases = Kind(), []
     for seconds in (60.0, 0.01, 0.01, 90.0, 0.01):
         with heartbeat_writer.working(kind):
             if seconds > 1:
                 heartbeat_writer.tracing()
-            last_heartbeat = read_progress(path)
-            assert last_heartbeat is not None
-            phases.append(last_heartbeat.phase)
+            phases.append(heartbeat_in(path).phase)
             now[0] += seconds
     assert phases == ["first", "first", "training", "first", "training"]
-    last_heartbeat = read_progress(path)
-    assert last_heartbeat is not None
-    assert last_heartbeat.longest_s == pytest.approx(0.01)
+    assert heartbeat_in(path).longest_s == pytest.approx(0.01)
     heartbeat_writer.tracing()  # as for a comparison, outside of any step
-    last_heartbeat = read_progress(path)
-    assert last_heartbeat is not None
-    assert last_heartbeat.phase == "busy"
+    assert heartbeat_in(path).phase == "busy"
 
 
 def test_errors_are_written_whole(tmp_path: Path) -> None:
@@ -656,7 +648,7 @@ def test_errors_are_written_whole(tmp_path: Path) -> None:
     try:
         raise KeyError("weights")
     except KeyError as error:
-        write_error(path, error, rank=2)
+        note_error(error, {ERROR_FILE: str(path), "RANK": "2"})
     found = read_error(path)
     assert found is not None
     assert (found.type, found.message, found.rank) == ("KeyError", "'weights'", 2)

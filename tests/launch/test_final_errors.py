@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run
+from tests.support.launching import launch
 
 pytestmark = pytest.mark.processes
 
-LIMIT_S = 120
 SCRIPT = """
 from tfmulti.errors import VerificationError
 
@@ -34,9 +33,7 @@ sys.exit(tfmulti.fit.main(["tfmulti.fit", "--epochs", "1", "--run_dir", sys.argv
 @pytest.mark.parametrize("program", [SCRIPT, FIT], ids=["script", "tfmulti.fit"])
 def test_other_numbers_than_on_one_device_end_the_job(program: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
-    argv = ["-m", "tfmulti.launch", "--log-dir", str(tmp_path / "logs")]
-    argv += [str(tmp_path / "train.py"), str(tmp_path / "run")]
-    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S)
+    done = launch(tmp_path, str(tmp_path / "train.py"), str(tmp_path / "run"))
     assert done.returncode == 1, done.stderr
     assert "starting all workers again" not in done.stderr
     assert "worker 0 exited with 1 (VerificationError: step 1 gives other" in done.stderr
@@ -48,9 +45,8 @@ def test_a_job_with_a_fixed_number_of_workers_has_no_more_restarts_than_it_may(
 ) -> None:
     """A worker that fails twice is left out of other jobs, which does not count as a restart."""
     (tmp_path / "train.py").write_text("raise ValueError('a mistake')\n")
-    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "3"]
-    argv += ["--log-dir", str(tmp_path / "logs"), str(tmp_path / "train.py")]
-    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S)
+    flags = ["--nproc-per-node", "2", "--max-restarts", "3"]
+    done = launch(tmp_path, *flags, str(tmp_path / "train.py"))
     assert done.returncode == 1
     left = re.findall(r"\((\d) more without progress\)", done.stderr)
     assert left == ["2", "1", "0"], done.stderr

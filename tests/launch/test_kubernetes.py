@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.support import networks
 from tests.support.kubernetes import check, check_object
 from tests.support.networks import Hosts
 from tests.support.pods import LIMIT_S, Pods, expanded, pod_of, why_not
-from tests.support.processes import ROOT, clean_env, processes
+from tests.support.processes import ROOT, clean_env, listening_in, processes
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.environments import check_trains, described
 from tfmulti.cluster.environments.kubernetes import PORT
@@ -406,8 +406,12 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
 def _listens(process: int) -> bool:
     """Returns whether TensorFlow's port is open in the network of a process."""
     tables = [Path(f"/proc/{process}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    rows = [row.split() for table in tables for row in table.splitlines()]
-    return any(row[1].endswith(f":{PORT:04X}") and row[3] == "0A" for row in rows)
+    return any(port == PORT for table in tables for _, port, _ in listening_in(table))
+
+
+def in_networks(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test of pods in network namespaces, and skips it if they are not allowed."""
+    return pytest.mark.hosts(pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(test))
 
 
 @pytest.fixture
@@ -418,8 +422,7 @@ def two(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
-@pytest.mark.hosts
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@in_networks
 def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
     two: Hosts, tmp_path: Path
 ) -> None:
@@ -440,8 +443,7 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
                 assert time.monotonic() < deadline, group.logs()
                 time.sleep(0.1)
 
-        for index in (0, 1):
-            pods.start(index)
+        pods.start(0, 1)
         assert pods.probe("startupProbe", 1) == 1
         assert pods.probe("livenessProbe", 1) == 0
         wait_for_epochs(3)
@@ -452,8 +454,7 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
         assert killed == {0: EXIT_PEER_LOST, 1: 128 + signal.SIGKILL}, group.logs()
         assert [pods.action(code) for code in killed.values()] == ["Count", "Count"]
 
-        for index in (0, 1):
-            pods.start(index)
+        pods.start(0, 1)
         wait_for_epochs(epochs() + 3)
         # A node is drained: its pod gets SIGTERM.
         pods.end(0)
@@ -461,8 +462,7 @@ def test_pods_that_are_killed_and_drained_end_with_one_devices_numbers(
         assert drained == {0: 143, 1: 143}, group.logs()
         assert pods.action(143) == "Count"
 
-        for index in (0, 1):
-            pods.start(index)
+        pods.start(0, 1)
         assert pods.wait() == {0: 0, 1: 0}, group.logs()
 
         argv = ["-m", "tests.support.slow_training", str(tmp_path / "one"), str(EPOCHS)]
@@ -487,8 +487,7 @@ assert socket.gethostbyname("job-1.job").startswith("10.")
 """
 
 
-@pytest.mark.hosts
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@in_networks
 def test_a_pod_has_the_privileges_of_the_manifest(two: Hosts, tmp_path: Path) -> None:
     """So the other tests of pods show what a container of Kubernetes could do."""
     job = parts_of(program=("/runs/own.py",), name="job")["Job"]
@@ -499,8 +498,7 @@ def test_a_pod_has_the_privileges_of_the_manifest(two: Hosts, tmp_path: Path) ->
         assert pods.wait() == {0: 0}, group.logs()
 
 
-@pytest.mark.hosts
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@in_networks
 def test_the_pods_of_the_pages_command_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,15 +515,13 @@ def test_the_pods_of_the_pages_command_train(
         processes(tmp_path / "logs") as group,
     ):
         pods = Pods(job, tmp_path, made, group)
-        for index in range(pods_count):
-            pods.start(index)
+        pods.start(*range(pods_count))
         assert set(pods.wait().values()) == {0}, group.logs()
     report = json.loads((tmp_path / "runs" / "digits" / "report.json").read_text())
     assert (report["workers"], report["epochs"]) == (4, 2)
 
 
-@pytest.mark.hosts
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@in_networks
 @pytest.mark.parametrize("waits", [False, True], ids=["imports", "waits"])
 def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits: bool) -> None:
     """Linux drops SIGTERM to the first process of a container unless the process handles it."""
@@ -547,13 +543,11 @@ def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits
         assert time.monotonic() - began < 5
 
 
-@pytest.mark.hosts
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@in_networks
 def test_a_mistake_ends_the_job(two: Hosts, tmp_path: Path) -> None:
     job = parts_of(program=(*FIT, "--epochs", "0"), name="job")["Job"]
     with processes(tmp_path / "logs") as group:
         pods = Pods(job, tmp_path, two, group)
-        for index in (0, 1):
-            pods.start(index)
+        pods.start(0, 1)
         assert pods.wait() == {0: 2, 1: 2}, group.logs()
     assert pods.action(2) == pods.action(1) == "FailJob"

@@ -23,7 +23,7 @@ from tests.support.launching import (
     wait_for,
 )
 from tests.support.networks import Hosts
-from tests.support.processes import Processes, processes
+from tests.support.processes import Processes, listening_in, processes
 
 pytestmark = pytest.mark.hosts
 
@@ -46,10 +46,7 @@ def listening(hosts: Hosts, host: int, port: int) -> list[str]:
     for name in ("tcp", "tcp6"):
         argv = [*hosts.inside(host), "cat", f"/proc/net/{name}"]
         text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-        for line in text.splitlines()[1:]:
-            address, _, at = line.split()[1].partition(":")
-            if line.split()[3] == "0A" and int(at, 16) == port:
-                found.append(".".join(str(byte) for byte in reversed(bytes.fromhex(address))))
+        found += [address for address, at, _ in listening_in(text) if at == port]
     return found
 
 

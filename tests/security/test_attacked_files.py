@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
@@ -14,24 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from PIL import Image
 
+from tests.security.test_crafted_checkpoints import paths_of_a_position
+from tests.security.test_files import npy, packed_records
 from tests.support import forked
-from tests.support.processes import Finished, run
-from tests.support.records import framed, write_features
+from tests.support.launching import launch
+from tests.support.processes import Finished
 from tfmulti.training.checkpoint import file_format
 
 pytestmark = pytest.mark.processes
 
 LIMIT_S = 120
-LAUNCH = ("-m", "tfmulti.launch", "--nproc-per-node", "2", "--max-restarts", "0", "--no-standby")
+LAUNCH = ("--nproc-per-node", "2", "--max-restarts", "0", "--no-standby")
 FLAGS = ("--model=mlp", "--global_batch_size=4", "--epochs=1", "--run_dir=run")
-
-
-def paths_of_a_position(tree: dict[str, Any], outside: str) -> None:
-    position = tree["feeds"]["training"]["iterator"]
-    position[outside] = position["../" * 12 + outside[1:]] = np.zeros(3, np.uint8)
 
 
 def attributes_of_a_callback(tree: dict[str, Any], outside: str) -> None:
@@ -92,8 +87,7 @@ def test_a_record_of_another_form_is_one_line(tmp_path: Path, interrupted: Path)
 
 def saving(folder: Path, *stop: str) -> Finished:
     program = ["-m", "tests.support.saving", str(folder), *stop]
-    argv = [*LAUNCH, "--log-dir", str(folder / "logs"), *program]
-    return run(argv, folder / "launcher", limit_s=LIMIT_S)
+    return launch(folder, *LAUNCH, *program)
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +118,8 @@ def left_in(folder: Path) -> list[np.ndarray]:
 
 
 def npz_of_terabytes(folder: Path) -> list[str]:
-    head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 43,)}
-    )
     with zipfile.ZipFile(folder / "x.npz", "w") as archive:
-        archive.writestr("x.npy", head.getvalue() + b"few")
+        archive.writestr("x.npy", npy((1 << 43,), b"few"))
     return [f"--dataset=npz:{folder}/x.npz"]
 
 
@@ -159,14 +149,9 @@ def large_pictures_in_packed_records(folder: Path) -> list[str]:
     """A black picture of 900 megapixels, packed twice: a file of less than 1 KB."""
     out = io.BytesIO()
     Image.new("1", (30_000, 30_000)).save(out, "PNG")
-    example = tf.train.Example()
-    example.features.feature["image"].bytes_list.value.append(out.getvalue())
-    example.features.feature["label"].int64_list.value.append(1)
-    data = gzip.compress(framed(example.SerializeToString()) * 8)
-    assert len(data) < 5_000
-    (folder / "a.gz").write_bytes(data)
-    write_features(folder)
-    return [f"--dataset=tfrecord:{folder}/a.gz"]
+    data_set = packed_records(folder, out.getvalue())
+    assert Path(data_set).stat().st_size < 5_000
+    return [f"--dataset=tfrecord:{data_set}"]
 
 
 def code_in_a_prepared_data_set(folder: Path) -> list[str]:
@@ -212,8 +197,7 @@ def test_a_crafted_data_file_is_one_line(
 
 def test_a_crafted_data_file_ends_a_job_of_two_workers(tmp_path: Path) -> None:
     program = ["-m", "tfmulti.fit", *code_in_an_npz(tmp_path), *FLAGS]
-    argv = [*LAUNCH, "--log-dir", str(tmp_path / "logs"), *program]
-    done = run(argv, tmp_path / "launcher", limit_s=LIMIT_S, cwd=tmp_path)
+    done = launch(tmp_path, *LAUNCH, *program, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "x.npz" in done.stderr
     assert "Traceback" not in done.stderr

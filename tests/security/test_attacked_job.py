@@ -24,8 +24,8 @@ from tests.support.launching import (
     has_checkpoint,
     wait_for,
 )
-from tests.support.processes import processes
-from tfmulti.cluster.door import Stranger, prove
+from tests.support.processes import listening_in, processes
+from tfmulti.cluster.handshake import HandshakeError, authenticate
 from tfmulti.cluster.messages import TcpMessageConnection
 
 pytestmark = pytest.mark.processes
@@ -71,7 +71,7 @@ def test_strangers_at_all_ports_change_nothing(
 def test_a_launcher_that_lacks_files_or_threads_ends_with_the_same_numbers(
     lacking: str, tmp_path: Path, whole: dict[str, np.ndarray]
 ) -> None:
-    """Strangers connect all the time, and send their greetings byte by byte."""
+    """Strangers connect all the time, and send their handshakes byte by byte."""
     no_threads = tmp_path / "no-threads"
     env = {"TFMULTI_SECRET": SECRET, "TFMULTI_TEST_STEP_S": "0.5", NO_THREADS: str(no_threads)}
     with socket.create_server((FIRST, 0)) as free:
@@ -137,12 +137,9 @@ def listening(ancestor: int) -> set[tuple[str, int]]:
                 inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(number)))
     found = set()
     for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                address, _, at = words[1].partition(":")
-                host = ".".join(str(byte) for byte in reversed(bytes.fromhex(address[-8:])))
-                found.add((FIRST if name == "tcp6" or host == "0.0.0.0" else host, int(at, 16)))
+        for host, port, inode in listening_in(Path(f"/proc/net/{name}").read_text()):
+            if inode in inodes:
+                found.add((FIRST if name == "tcp6" or host == "0.0.0.0" else host, port))
     return found
 
 
@@ -170,11 +167,11 @@ def nonsense(place: Place) -> None:
 
 
 def byte_by_byte(place: Place) -> None:
-    """Keeps all places for greetings, until they have lasted too long."""
-    greeting = b'{"name": "' + SECOND.encode() + b'", "nonce": "' + b"0" * 32 + b'"}\n'
+    """Keeps all places for handshakes, until they have lasted too long."""
+    handshake = b'{"name": "' + SECOND.encode() + b'", "nonce": "' + b"0" * 32 + b'"}\n'
     with contextlib.ExitStack() as at_end:
         callers = [at_end.enter_context(call(place)) for _ in range(AT_ONCE)]
-        for byte in greeting:
+        for byte in handshake:
             for caller in callers:
                 with contextlib.suppress(OSError):
                     caller.sendall(bytes([byte]))
@@ -182,10 +179,10 @@ def byte_by_byte(place: Place) -> None:
 
 
 def may_come_in(place: Place) -> bool:
-    """Returns whether a door answers a caller that knows the secret."""
+    """Returns whether a port answers a caller that knows the secret."""
     try:
         with call(place) as caller:
-            prove(TcpMessageConnection(caller), SECRET.encode(), SECOND)
+            authenticate(TcpMessageConnection(caller), SECRET.encode(), SECOND)
     except OSError:
         return False
     return True
@@ -205,10 +202,10 @@ def many_at_once(place: Place) -> None:
 
 
 def without_the_secret(place: Place) -> None:
-    """Calls by the name of a machine and by that of a rank, of which each door knows one."""
+    """Calls by the name of a machine and by that of a rank, of which each port knows one."""
     for name in (SECOND, "1"):
-        with call(place) as caller, contextlib.suppress(OSError), pytest.raises(Stranger):
-            prove(TcpMessageConnection(caller), b"another secret, a guess", name)
+        with call(place) as caller, contextlib.suppress(OSError), pytest.raises(HandshakeError):
+            authenticate(TcpMessageConnection(caller), b"another secret, a guess", name)
 
 
 def as_another_worker(place: Place) -> None:

@@ -79,6 +79,12 @@ def crafted(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(file_format.to_bytes(record))
 
 
+def paths_of_a_position(tree: dict[str, Any], outside: str) -> None:
+    """Adds the paths of a file outside of the run directory to the position in the data."""
+    position = tree["feeds"]["training"]["iterator"]
+    position[outside] = position["../" * 12 + outside[1:]] = np.zeros(3, np.uint8)
+
+
 def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
@@ -98,12 +104,7 @@ def test_names_of_a_position_are_no_paths(tmp_path: Path, name: str) -> None:
 def test_a_run_from_a_crafted_position_writes_nothing_elsewhere(tmp_path: Path) -> None:
     trained(tmp_path)
     outside = tmp_path / "outside"
-
-    def change(tree: dict[str, Any]) -> None:
-        position = tree["feeds"]["training"]["iterator"]
-        position[str(outside)] = position["../" * 12 + str(outside)[1:]] = np.zeros(3, np.uint8)
-
-    crafted(tmp_path, change)
+    crafted(tmp_path, lambda tree: paths_of_a_position(tree, str(outside)))
     assert trained(tmp_path, epochs=3).batches == 24
     assert not outside.exists()
 

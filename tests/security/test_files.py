@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
-import hashlib
 import io
-import json
 import os
 import struct
 import threading
@@ -28,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.security.test_parsers import parts_of, sealed
 from tests.support.records import framed, write_features
 from tfmulti.cluster.allocation import hosts_of_file
 from tfmulti.cluster.cluster import Cluster, Task
@@ -48,7 +47,7 @@ from tfmulti.data.loader import Loader
 from tfmulti.data.sources import images, npz, tfrecord
 from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor import __main__ as doctor
-from tfmulti.doctor.machine import SEEN_FILE
+from tfmulti.doctor.machine import MARK_FILE
 from tfmulti.errors import ClusterError, ConfigError, DataError, ResumeError, RunDirError
 from tfmulti.launch.heartbeat import read_error, read_progress
 from tfmulti.launch.hosts import read_hostfile
@@ -300,15 +299,15 @@ def test_an_npz_of_more_than_the_memory_is_one_line(
         files.limit_unpacked(None)
 
 
-def rewritten(data: bytes, change: Any, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """Returns a checkpoint whose parts were changed."""
+def repacked(data: bytes, compression: int) -> bytes:
+    """Returns a checkpoint whose parts are stored or compressed."""
     out = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as before,
         zipfile.ZipFile(out, "w", compression) as after,
     ):
         for name in before.namelist():
-            after.writestr(name, change(name, before.read(name)))
+            after.writestr(name, before.read(name))
     return out.getvalue()
 
 
@@ -349,19 +348,11 @@ def test_the_memory_of_a_container_counts(
     assert files.memory_bytes() == (machine if share else 1 << 20)
 
 
-def of_doctor(path: Path) -> object:
-    return doctor._seen(str(path.parent))
-
-
-def of_run_directory(path: Path) -> object:
-    return read_saved_config(path)
-
-
 READERS: dict[str, Callable[[Path], object]] = {
     owner.FILE: owner._read,
     "hang_worker_1.json": watchdog.read,
-    SEEN_FILE: of_doctor,
-    "config.json": of_run_directory,
+    MARK_FILE: lambda path: doctor._read_mark(str(path.parent)),
+    "config.json": read_saved_config,
     "hosts": read_hostfile,
     "heartbeat": read_progress,
     "error.json": read_error,
@@ -408,38 +399,27 @@ def test_the_mark_of_the_doctor_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("mine")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / SEEN_FILE).symlink_to(tmp_path / "other")
-    with doctor.FolderMark(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
+    (run_dir / MARK_FILE).symlink_to(tmp_path / "other")
+    with doctor.run_directory_mark(Cluster(("a:1", "b:1"), Task("worker", 0)), str(run_dir)):
         assert (tmp_path / "other").read_text() == "mine"
-        assert len(str(doctor._seen(str(run_dir)))) == 32
+        assert len(str(doctor._read_mark(str(run_dir)))) == 32
     assert list(run_dir.iterdir()) == []
 
 
 def test_a_small_checkpoint_takes_little_memory() -> None:
     """As a zip bomb 1 MB took 2 GB: tfmulti writes no compressed parts, and reads none."""
     data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
-    same = rewritten(data, lambda name, part: part)
-    assert file_format.from_bytes(same).step == 1
-    packed = rewritten(data, lambda name, part: part, zipfile.ZIP_DEFLATED)
+    assert file_format.from_bytes(repacked(data, zipfile.ZIP_STORED)).step == 1
     with pytest.raises(DamagedCheckpointError, match="compressed, or larger than the file"):
-        file_format.from_bytes(packed)
+        file_format.from_bytes(repacked(data, zipfile.ZIP_DEFLATED))
 
 
 def test_an_array_stands_in_a_checkpoint_once() -> None:
     """Written again for other workers, each mention of it would be a copy."""
-
-    def twice(name: str, part: bytes) -> bytes:
-        if name != "record.json":
-            return part
-        head = json.loads(json.loads(part)["text"])
-        head["tree"] = {"dict": {"x": {"array": 0}, "y": {"array": 0}}}
-        text = json.dumps(head)
-        seal = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
-        return json.dumps(seal).encode()
-
-    data = file_format.to_bytes(Record(1, {"x": np.zeros(1000)}))
+    head, arrays = parts_of(file_format.to_bytes(Record(1, {"x": np.zeros(1000)})))
+    head["tree"] = {"dict": {"x": {"array": 0}, "y": {"array": 0}}}
     with pytest.raises(DamagedCheckpointError, match="stands in it twice"):
-        file_format.from_bytes(rewritten(data, twice))
+        file_format.from_bytes(sealed(head, arrays))
 
 
 def test_parts_of_a_checkpoint_are_not_more_than_the_file() -> None:

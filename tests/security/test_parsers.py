@@ -36,6 +36,7 @@ import tensorflow as tf
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.callers import START_REQUEST, StubMachine
 from tests.support.records import framed, write_features, write_records
 from tfmulti import prepare
 from tfmulti.cluster import job_secret
@@ -281,47 +282,11 @@ def test_messages_of_an_agent(messages: list[Any]) -> None:
     machine.close()
 
 
-class LocalMachine:
-    """A machine that does nothing."""
-
-    cores, gpus, name = 1, 0, "h"
-
-    def start(self, orders: Any) -> None:
-        pass
-
-    prepare = start
-
-    def reserve(self, count: int) -> list[str]:
-        return ["h:1"] * min(count, 3)
-
-    def silent(self, addresses: Any) -> list[int]:
-        return []
-
-    def stacks(self) -> dict[int, str]:
-        return {}
-
-    def stop(self) -> None:
-        pass
-
-    kill = stop
-
-    def statuses(self) -> list[WorkerStatus]:
-        return []
-
-
-ORDER = {
-    **{name: 0 for name in agent._NUMBERS},
-    "addresses": ["h:1"],
-    "run_id": "r",
-    "saved": {"/f": 1},
-}
-
-
 @fuzzed
 @given(
     message=like(
-        {"do": "start", "id": 1, "with": [[ORDER]]},
-        {"do": "prepare", "id": 1, "with": [[ORDER]]},
+        {"do": "start", "id": 1, "with": [[START_REQUEST]]},
+        {"do": "prepare", "id": 1, "with": [[START_REQUEST]]},
         {"do": "reserve", "id": 1, "with": [2]},
         {"do": "silent", "id": 1, "with": [["h:1"]]},
         {"do": "stacks", "id": 1},
@@ -330,8 +295,8 @@ ORDER = {
 )
 def test_requests_of_a_launcher(message: dict[str, Any]) -> None:
     said = io.BytesIO()
-    obeying: Any = LocalMachine()
-    agent_of_test = Agent(MessageConnection(io.BytesIO(), said), obeying, Path("/nowhere"))
+    machine: Any = StubMachine()
+    agent_of_test = Agent(MessageConnection(io.BytesIO(), said), machine, Path("/nowhere"))
     assert agent_of_test._handle(message)
     answer = json.loads(said.getvalue())
     assert ("gives" in answer) != ("fails" in answer)

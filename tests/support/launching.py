@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.comparing import largest_difference
-from tests.support.processes import Finished, run
+from tests.support.processes import ROOT, Finished, run
 
 LIMIT_S = 240
 
@@ -27,6 +27,14 @@ def launched(
     """Runs the fault program under the launcher, and returns the finished process."""
     folder.mkdir(exist_ok=True)
     return run(argv(folder, schedule, *flags), folder / "launcher", env=env, limit_s=LIMIT_S)
+
+
+def launch(
+    folder: Path, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Finished:
+    """Runs the launcher with its logs in a folder, and returns the finished process."""
+    argv = ["-m", "tfmulti.launch", "--log-dir", str(folder / "logs"), *arguments]
+    return run(argv, folder / "launcher", env=env, cwd=cwd, limit_s=LIMIT_S)
 
 
 def left_in(folder: Path) -> dict[str, np.ndarray]:
@@ -53,7 +61,7 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Waits until a condition holds."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -102,8 +102,12 @@ class Pods:
     def hostname(self, index: int) -> str:
         return f"{self._job['metadata']['name']}-{index}"
 
-    def start(self, index: int) -> None:
-        """Starts a pod with this index, as the Job's controller does."""
+    def start(self, *indices: int) -> None:
+        """Starts a pod with each index, as the Job's controller does."""
+        for index in indices:
+            self._start(index)
+
+    def _start(self, index: int) -> None:
         root = self._folder / f"root-{self.count}"
         root.mkdir()
         own = {"scratch": self._made(f"scratch-{self.count}"), "runs": self.runs}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,6 +47,20 @@ def children_of(process: int) -> list[int]:
     except OSError:
         return []
     return [int(child) for child in text.split()]
+
+
+def listening_in(table: str) -> list[tuple[str, int, str]]:
+    """Returns the address, the port and the inode of the sockets that listen, see proc_pid_net(5).
+
+    Args:
+        table: the text of /proc/net/tcp or /proc/net/tcp6.
+    """
+    rows = [line.split() for line in table.splitlines()[1:]]
+    sockets = [(*row[1].split(":"), row[9]) for row in rows if row[3] == "0A"]
+    return [
+        (socket.inet_ntoa(bytes.fromhex(address[-8:])[::-1]), int(port, 16), inode)
+        for address, port, inode in sockets
+    ]
 
 
 def program_of(process: int) -> str:

@@ -9,8 +9,8 @@ counts without CUDA.
 
 Other modules serve the connections of a job. `listening` chooses the address at which a process
 listens. `proxies` keeps the connections away from proxies. `job_secret` makes and checks the proofs
-that a process belongs to the job. `door` lets in the callers that have proved it, and `messages`
-sends and receives signed lines of JSON.
+that a process belongs to the job. `handshake` accepts only the callers that have proved it.
+`messages` sends and receives signed lines of JSON.
 
 Nothing here imports TensorFlow.
 """

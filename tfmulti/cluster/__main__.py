@@ -37,16 +37,16 @@ def show(argv: Sequence[str], env: Mapping[str, str]) -> None:
     parser = Parser("tfmulti env", __doc__ or "")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--environment", default="auto", help=f"one of {', '.join(CHOICES)}")
-    given = parser.parsed(argv)
-    environment = described(env, given.environment)
+    arguments = parser.parsed(argv)
+    environment = described(env, arguments.environment)
     facts = _facts(environment)
-    if given.json:
+    if arguments.json:
         print(json.dumps(facts))
         return
     say = speaker(True)
     if environment is None:
         say("found", "no job: this process trains alone")
-        if given.environment == AUTO and (hint := why_alone(env)):
+        if arguments.environment == AUTO and (hint := why_alone(env)):
             say("but", hint)
         return
     is_evaluator = facts["rank"] is None

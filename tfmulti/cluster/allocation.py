@@ -15,7 +15,7 @@ from tfmulti.config.limited_reading import read_small
 from tfmulti.errors import ClusterError
 
 CHIEF_HOST = "TFMULTI_CHIEF_HOST"
-# A host file has a line a slot. A larger file is none.
+# The largest host file, which has a line for each slot.
 MOST_BYTES = 1 << 22
 
 
@@ -27,8 +27,8 @@ def allocated_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
     Raises:
         ClusterError: a host list does not parse, or a host file cannot be read.
     """
-    given = env.get(CHIEF_HOST)
-    hosts: list[str] = [given] if given else []
+    chief_host = env.get(CHIEF_HOST)
+    hosts: list[str] = [chief_host] if chief_host else []
     if "SLURM_JOB_NODELIST" in env:
         try:
             hosts += expand_hosts(env["SLURM_JOB_NODELIST"])

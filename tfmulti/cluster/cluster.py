@@ -78,7 +78,7 @@ class Cluster:
     workers: tuple[str, ...]
     task: Task
     chief: str | None = None
-    evaluators: tuple[str, ...] = field(default=())
+    evaluators: tuple[str, ...] = ()
     local_rank: int = field(default=0, compare=False)
     local_size: int = field(default=1, compare=False)
 
@@ -222,6 +222,11 @@ def _as_object(text: str) -> Mapping[str, Any]:
 
 def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Returns the address lists of TF_CONFIG by job, or raises ClusterError."""
+    if "sparseCluster" in config:
+        raise ClusterError(
+            "TF_CONFIG has a sparseCluster, which lists this worker alone, but every worker needs "
+            "the addresses of all. Set enableDynamicWorker: false in the TFJob."
+        )
     cluster = config.get("cluster")
     if not isinstance(cluster, Mapping) or not cluster:
         raise ClusterError(
@@ -229,16 +234,16 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             'workers: {"worker": ["host:port", ...]}. Unset TF_CONFIG to run without a cluster.'
         )
     jobs: dict[str, tuple[str, ...]] = {}
-    for given, addresses in cluster.items():
-        name = _ALIASES.get(given, given)
+    for key, addresses in cluster.items():
+        name = _ALIASES.get(key, key)
         # Kubeflow lists jobs without tasks, too.
-        if given == "ps" and addresses == []:
+        if key == "ps" and addresses == []:
             continue
         if name not in TASK_TYPES:
             raise ClusterError(
-                f"no task type {_shown(given)} in TF_CONFIG['cluster']; "
-                + did_you_mean(given, TASK_TYPES)
-                + (" Parameter servers are not supported." if given == "ps" else "")
+                f"no task type {_shown(key)} in TF_CONFIG['cluster']; "
+                + did_you_mean(key, TASK_TYPES)
+                + (" Parameter servers are not supported." if key == "ps" else "")
             )
         if name in jobs:
             raise ClusterError(
@@ -247,7 +252,7 @@ def _jobs_of(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
             )
         if isinstance(addresses, str) or not isinstance(addresses, Sequence):
             raise ClusterError(
-                f"TF_CONFIG['cluster'][{given!r}] is {_shown(addresses)}, but it must be a list of "
+                f"TF_CONFIG['cluster'][{key!r}] is {_shown(addresses)}, but it must be a list of "
                 '"host:port" addresses.'
             )
         jobs[name] = tuple(addresses)

@@ -64,10 +64,10 @@ def own_part(visible: Sequence[Gpu], local_rank: int, local_size: int) -> Sequen
     """
     if local_size == 1 or len(visible) <= 1:
         return visible
-    each, rest = divmod(len(visible), local_size)
+    per_process, rest = divmod(len(visible), local_size)
     if rest:
         raise DeviceError(
             f"{local_size} processes of this machine see {len(visible)} GPUs, which cannot be "
             "divided evenly. Start as many processes on each machine as it has GPUs."
         )
-    return visible[local_rank * each : (local_rank + 1) * each]
+    return visible[local_rank * per_process : (local_rank + 1) * per_process]

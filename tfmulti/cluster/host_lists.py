@@ -10,7 +10,6 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 
 # A crafted list may stand for more hosts than memory holds.
 MOST_HOSTS = 1 << 16
@@ -23,23 +22,16 @@ class HostListError(ValueError):
     """Raised for a list that does not follow the rules; the message is one sentence."""
 
 
-def expand_hosts(text: str, run: Callable[[str], list[str] | None] | None = None) -> list[str]:
+def expand_hosts(text: str) -> list[str]:
     """Returns the hosts of a list, in its order.
 
     `scontrol show hostnames` is asked first, if it is installed. In a container it often is not.
 
-    Args:
-        text: the list.
-        run: asks scontrol; returns None if it cannot. None: the program on the PATH.
-
     Raises:
         HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
-
-    >>> expand_hosts("n[1-2,07]-ib,login", run=lambda text: None)
-    ['n1-ib', 'n2-ib', 'n07-ib', 'login']
     """
-    parsed = parse_hosts(text)
-    return (_by_scontrol if run is None else run)(text) or parsed
+    hosts = parse_hosts(text)
+    return _by_scontrol(text) or hosts
 
 
 def parse_hosts(text: str) -> list[str]:
@@ -47,22 +39,22 @@ def parse_hosts(text: str) -> list[str]:
 
     Raises:
         HostListError: the list does not follow the rules, or has more than `MOST_HOSTS` hosts.
+
+    >>> parse_hosts("n[1-2,07]-ib,login")
+    ['n1-ib', 'n2-ib', 'n07-ib', 'login']
     """
     hosts: list[str] = []
-    at = 0
-    while True:
-        match = _HOST.match(text, at)
-        if match is None:
-            raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
+    position = 0
+    while position <= len(text):
+        match = _HOST.match(text, position)
+        end = match.end() if match else position
+        if match is None or text[end : end + 1] not in ("", ","):
+            raise HostListError(f"the host list {text[:80]!r} does not parse at character {end}.")
         hosts += _hosts_of(match[0], text)
         if len(hosts) > MOST_HOSTS:
             raise HostListError(f"the host list {text[:80]!r} has more than {MOST_HOSTS} hosts.")
-        at = match.end()
-        if at == len(text):
-            return hosts
-        if text[at] != ",":
-            raise HostListError(f"the host list {text[:80]!r} does not parse at character {at}.")
-        at += 1
+        position = end + 1
+    return hosts
 
 
 def _hosts_of(pattern: str, text: str) -> list[str]:
@@ -80,13 +72,13 @@ def _hosts_of(pattern: str, text: str) -> list[str]:
 def _numbers(ranges: str, text: str) -> list[str]:
     """Returns the numbers of one bracket, each with its zeros."""
     numbers: list[str] = []
-    for each in ranges.split(","):
-        match = _RANGE.fullmatch(each)
-        if match is None or len(each) > 40:
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or len(part) > 40:
             raise HostListError(f"the host list {text[:80]!r} has a bracket that is no range.")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first) or int(last) - int(first) >= MOST_HOSTS:
-            raise HostListError(f"the host list {text[:80]!r} has the wrong range {each[:40]!r}.")
+            raise HostListError(f"the host list {text[:80]!r} has the wrong range {part[:40]!r}.")
         width = len(first)
         numbers += [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
     return numbers
@@ -103,8 +95,8 @@ def expand_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     total = 0
-    for each in text.split(","):
-        match = _COUNT.fullmatch(each)
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
         if match is None:
             raise HostListError(f"the list of tasks {text[:80]!r} does not parse.")
         tasks, nodes = int(match[1]), int(match[2] or 1)

@@ -25,7 +25,7 @@ LEAST, MOST = 16, 4096  # characters
 NONCE_BYTES, PROOF_BYTES = 16, 32
 # Without O_NONBLOCK, opening a named pipe would wait for a program that writes to it.
 _FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
-_HOW = "Make one: python -c 'import secrets; print(secrets.token_hex())'."
+_HOW_TO_MAKE = "Make one: python -c 'import secrets; print(secrets.token_hex())'."
 
 
 def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
@@ -46,18 +46,13 @@ def secret_of(env: Mapping[str, str], path: Path | None = None) -> str:
             raise ConfigError(f"{SECRET} and --secret-file are both given. Give one of them.")
         secret, source = _content(path), f"--secret-file {path}"
     if not secret.isprintable():
-        raise ConfigError(f"{source}: a secret has letters, digits and signs alone. {_HOW}")
+        raise ConfigError(f"{source}: a secret has letters, digits and signs alone. {_HOW_TO_MAKE}")
     if (secret or path is not None) and not LEAST <= len(secret) <= MOST:
         raise ConfigError(
             f"{source}: a secret has {LEAST} to {MOST} characters, but this has {len(secret)}. "
-            f"{_HOW}"
+            f"{_HOW_TO_MAKE}"
         )
     return secret
-
-
-def made() -> str:
-    """Returns a new random secret that cannot be guessed."""
-    return secrets.token_hex()
 
 
 def _content(path: Path) -> str:
@@ -65,19 +60,19 @@ def _content(path: Path) -> str:
     source = f"--secret-file {path}"
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS)) as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise ConfigError(f"{source} is not a file. {_HOW}")
-            if about.st_mode & 0o077 or about.st_uid not in (os.getuid(), 0):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{source} is not a file. {_HOW_TO_MAKE}")
+            if status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
                 raise ConfigError(
                     f"{source} can be read or written by others (mode "
-                    f"{about.st_mode & 0o777:04o}). Run: chmod 600 {path}"
+                    f"{status.st_mode & 0o777:04o}). Run: chmod 600 {path}"
                 )
             return file.read(MOST + 2).decode().strip()
     except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}. {_HOW}") from None
+        raise ConfigError(f"{source}: {error.strerror}. {_HOW_TO_MAKE}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{source} is not UTF-8 text. {_HOW}") from None
+        raise ConfigError(f"{source} is not UTF-8 text. {_HOW_TO_MAKE}") from None
 
 
 def nonce() -> bytes:
@@ -95,12 +90,12 @@ def proof(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, text, "sha256")
 
 
-def is_proof(given: bytes, key: bytes, *parts: bytes) -> bool:
-    """Returns whether `given` is the proof of these parts.
+def is_proof(received: bytes, key: bytes, *parts: bytes) -> bool:
+    """Returns whether `received` is the proof of these parts.
 
     The comparison takes the same time for every wrong proof, so its time tells an attacker nothing.
     """
-    return hmac.compare_digest(given, proof(key, *parts))
+    return hmac.compare_digest(received, proof(key, *parts))
 
 
 class MessageAuthenticator:
@@ -110,21 +105,22 @@ class MessageAuthenticator:
     changed, repeated or moved, or that follows a missing message.
 
     Args:
-        sends: the key of the messages that this side sends. It belongs to this connection alone.
-        takes: the key of the messages that this side receives. It belongs to this connection alone.
+        sending_key: the key of the messages that this side sends, for this connection alone.
+        receiving_key: the key of the messages that this side receives, for this connection alone.
     """
 
-    def __init__(self, sends: bytes, takes: bytes) -> None:
-        self._sends, self._takes = sends, takes
-        self._sent = self._taken = 0
+    def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
+        self._sending_key, self._receiving_key = sending_key, receiving_key
+        self._sent = self._received = 0
 
-    def signed(self, message: bytes) -> bytes:
+    def signature_of(self, message: bytes) -> bytes:
         """Returns the signature of the next message to send, in hexadecimal."""
         self._sent += 1
-        return proof(self._sends, struct.pack("<Q", self._sent), message).hex().encode()
+        return proof(self._sending_key, struct.pack("<Q", self._sent), message).hex().encode()
 
-    def passes(self, sign: bytes, message: bytes) -> bool:
-        """Returns whether `sign` is the signature of `message` as the next message received."""
-        self._taken += 1
-        expected = proof(self._takes, struct.pack("<Q", self._taken), message).hex().encode()
-        return hmac.compare_digest(sign, expected)
+    def is_valid(self, signature: bytes, message: bytes) -> bool:
+        """Returns whether a signature is that of a message, which is the next one received."""
+        self._received += 1
+        number = struct.pack("<Q", self._received)
+        expected = proof(self._receiving_key, number, message).hex().encode()
+        return hmac.compare_digest(signature, expected)

@@ -29,9 +29,9 @@ def listen(own: str, hosts: Sequence[str], port: int = 0) -> socket.socket:
     Raises:
         OSError: the port is in use.
     """
-    alone = all(host == own for host in hosts)
+    is_one_host = all(host == own for host in hosts)
     for family, address in _addresses(own):
-        if is_loopback(address[0]) and not alone and not all(map(names_loopback, hosts)):
+        if is_loopback(address[0]) and not is_one_host and not all(map(names_loopback, hosts)):
             continue
         try:
             return socket.create_server((address[0], port, *address[2:]), family=family)
@@ -63,10 +63,10 @@ def keep_alive(connection: socket.socket) -> None:
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """Returns the addresses of a host with their families, or none if it is unknown."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(family, address) for family, _, _, _, address in found]
+    return [(family, address) for family, _, _, _, address in infos]
 
 
 def is_one_machine(hosts: Sequence[str]) -> bool:

@@ -1,6 +1,6 @@
 """Sends and receives JSON objects over a connection, one a line.
 
-Once both sides have proved to each other that they belong to the same job (`door`), each line
+Once both sides have proved to each other that they belong to the same job (`handshake`), each line
 begins with the signature of its message.
 """
 
@@ -31,8 +31,8 @@ class NotAMessage(ValueError):
 class MessageConnection:
     """Sends and receives JSON objects, one a line. `send` may be called from any thread.
 
-    With a `seal` each line begins with the authentication code of its message. A line that fails
-    the check of the seal, or that is too long, ends the reception.
+    With an `authenticator` each line begins with the signature of its message. A line with a wrong
+    signature, or a line that is too long, ends the reception.
 
     Args:
         reader: where messages arrive.
@@ -50,7 +50,7 @@ class MessageConnection:
     ) -> None:
         self._reader, self._writer, self._close = reader, writer, close
         self.most_bytes = most_bytes
-        self.seal: MessageAuthenticator | None = None
+        self.authenticator: MessageAuthenticator | None = None
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -62,8 +62,8 @@ class MessageConnection:
         data = json.dumps(message).encode()
         try:
             with self._lock:
-                if self.seal is not None:
-                    data = self.seal.signed(data) + b" " + data
+                if self.authenticator is not None:
+                    data = self.authenticator.signature_of(data) + b" " + data
                 self._writer.write(data + b"\n")
                 self._writer.flush()
         except ValueError as error:
@@ -75,7 +75,7 @@ class MessageConnection:
 
         Raises:
             NotAMessage: the line is not a JSON object.
-            ValueError: the line is too long, or fails the check of the seal.
+            ValueError: the line is too long, or has a wrong signature.
             OSError: the connection has ended, or the message has not come in time.
         """
         try:
@@ -87,9 +87,9 @@ class MessageConnection:
             raise ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
         if len(line) > self.most_bytes:
             raise ValueError(f"a message has more than {self.most_bytes} bytes")
-        if self.seal is not None:
-            sign, _, line = line.removesuffix(b"\n").partition(b" ")
-            if not self.seal.passes(sign, line):
+        if self.authenticator is not None:
+            signature, _, line = line.removesuffix(b"\n").partition(b" ")
+            if not self.authenticator.is_valid(signature, line):
                 raise ValueError("a message was changed on its way")
         try:
             message = json_values.parse(line)
@@ -133,10 +133,10 @@ class TcpMessageConnection(MessageConnection):
         super().__init__(reader, writer, self._stream.end, most_bytes)
 
     def limit(self, seconds: float | None) -> None:
-        """Limits the time in which all that is expected from now on must have come.
+        """Limits the time in which all further messages must arrive.
 
-        The limit is one for all messages, so a sender gains nothing by single bytes. Each message
-        that is sent must be taken in the same time.
+        The limit is for all messages together, so a sender gains nothing by single bytes. It is
+        also the limit for sending each message.
 
         Args:
             seconds: the limit, or None for no limit.
@@ -154,10 +154,10 @@ class TcpMessageConnection(MessageConnection):
             OSError: the connection has ended, or the bytes have not come in time.
         """
         while count:
-            got = len(self._reader.read(min(count, 1 << 16)))
-            if not got:
+            received = len(self._reader.read(min(count, 1 << 16)))
+            if not received:
                 raise ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
-            count -= got
+            count -= received
 
 
 class _Stream(io.RawIOBase):

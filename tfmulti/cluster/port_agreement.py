@@ -3,7 +3,7 @@
 A scheduler tells ranks and hosts, but no ports. So each process reserves a port of its own, and the
 chief (rank 0) collects the addresses and gives each process all of them. A process calls the chief,
 with its rank as its name. Both prove that they belong to the job, and sign their messages
-(`tfmulti.cluster.door`), which are:
+(`tfmulti.cluster.handshake`), which are:
 
     process:  {"host": "n2", "port": 17003, "gpus": 1}
     chief:    {"addresses": ["n1:17001", …]}, once all have come, or {"error": "…"}
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfmulti.cluster.cluster import Cluster, Task
-from tfmulti.cluster.door import LONGEST_NAME, Door, prove
+from tfmulti.cluster.handshake import LONGEST_NAME, HandshakeServer, authenticate
 from tfmulti.cluster.job_secret import SECRET, secret_of
 from tfmulti.cluster.layout import Layout, address_of
 from tfmulti.cluster.listening import LOOPBACK, listen
@@ -38,11 +38,11 @@ from tfmulti.config.troubleshooting import documented
 from tfmulti.errors import ClusterError
 
 TIMEOUT_S = 300.0
-# The chief's port is one of so many, beyond those of the processes of a host.
+# The chief tries this many ports, which come after the ports of the processes of a host.
 CANDIDATES, _FIRST_CANDIDATE = 8, 1000
-# The limits of a message after the greeting, and of a number of GPUs.
+# The limits of a message after the handshake, and of a number of GPUs.
 _MOST_BYTES, _MOST_GPUS, _LONGEST_ERROR = 1 << 22, 1 << 16, 2000
-_CALL_S, _AGAIN_S = 5.0, 0.2
+_CALL_S, _RETRY_S = 5.0, 0.2
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ def agree(
         print(f"tfmulti: {_no_secret(layout)}", file=sys.stderr, flush=True)
     deadline_s = time.monotonic() + timeout_s
     with _reserved_port(layout) as port:
-        own = ProcessInfo(layout.host, port, gpus)
+        own_info = ProcessInfo(layout.host, port, gpus)
         if layout.rank == 0:
-            addresses = _Chief(layout, key, own).collect(timeout_s)
+            addresses = _Chief(layout, key, own_info).collect(timeout_s)
         else:
-            addresses = _addresses_from_chief(layout, key, own, deadline_s, timeout_s)
+            addresses = _addresses_from_chief(layout, key, own_info, deadline_s, timeout_s)
     return layout.cluster(addresses)
 
 
@@ -112,40 +112,44 @@ def _reserved_port(layout: Layout) -> Iterator[int]:
     sets SO_REUSEADDR, may listen at it afterwards.
     """
     host = LOOPBACK if layout.host == LOOPBACK else ""
-    with socket.socket() as held:
+    with socket.socket() as sock:
         planned = layout.port(layout.local_rank)
         try:
-            held.bind((host, planned))
+            sock.bind((host, planned))
         except OSError:
-            held.bind((host, 0))
-        # It is set only now, so that no second process can hold the same port.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        yield held.getsockname()[1]
+            sock.bind((host, 0))
+        # Before the bind this option would let a second process bind the same port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield sock.getsockname()[1]
 
 
 class _Chief:
     """Collects the addresses of all processes, and sends all of them to each process."""
 
-    def __init__(self, layout: Layout, key: bytes, own: ProcessInfo) -> None:
+    def __init__(self, layout: Layout, key: bytes, own_info: ProcessInfo) -> None:
         self._layout, self._key = layout, key
-        self._infos: dict[int, ProcessInfo] = {0: own}
+        self._infos: dict[int, ProcessInfo] = {0: own_info}
         self._connections: dict[int, TcpMessageConnection] = {}
         self._changed = threading.Condition()
 
     def collect(self, timeout_s: float) -> tuple[str, ...]:
         """Returns the address of each rank, after sending all of them to the other processes."""
         size = self._layout.size
-        with _listening(self._layout) as server:
+        with _listening(self._layout) as listener:
             try:
-                door = Door(
-                    server, self._key, self._enter, knows=self._knows, most_bytes=_MOST_BYTES
+                server = HandshakeServer(
+                    listener,
+                    self._key,
+                    self._add,
+                    is_known=self._is_rank,
+                    most_bytes=_MOST_BYTES,
                 )
             except OSError as error:
                 raise ClusterError(
                     f"{self._layout.environment}: process 0 cannot wait for the others: "
                     f"{error.strerror}. Raise the limit (ulimit -u), or start fewer processes."
                 ) from None
-            with contextlib.closing(door), self._changed:
+            with contextlib.closing(server), self._changed:
                 self._changed.wait_for(lambda: len(self._infos) == size, timeout_s)
                 try:
                     missing = [rank for rank in range(size) if rank not in self._infos]
@@ -156,12 +160,12 @@ class _Chief:
                     for connection in self._connections.values():
                         connection.close()
 
-    def _knows(self, name: str) -> bool:
+    def _is_rank(self, name: str) -> bool:
         """Returns whether a name is the rank of another process of the job."""
         rank = whole_number(name)
         return rank is not None and 0 < rank < self._layout.size
 
-    def _enter(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
+    def _add(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
         """Notes the address of a process, and keeps its connection for the answer."""
         info, rank = json_values.build(ProcessInfo, first), int(name)
         with self._changed:
@@ -175,8 +179,8 @@ class _Chief:
     def _send_all(self) -> tuple[str, ...]:
         """Sends all addresses to all processes; raises ClusterError if they cannot train."""
         infos = [self._infos[rank] for rank in range(self._layout.size)]
-        addresses = tuple(each.address for each in infos)
-        error = _unequal(self._layout, [each.gpus for each in infos])
+        addresses = tuple(info.address for info in infos)
+        error = _unequal(self._layout, [info.gpus for info in infos])
         if len(set(addresses)) < len(addresses):
             error = f"{self._layout.environment}: two processes have the same address: "
             error += f"{', '.join(addresses)}. Does each host have a name of its own?"
@@ -219,7 +223,7 @@ def _unequal(layout: Layout, gpus: list[int]) -> str:
 
 
 def _addresses_from_chief(
-    layout: Layout, key: bytes, own: ProcessInfo, deadline_s: float, timeout_s: float
+    layout: Layout, key: bytes, own_info: ProcessInfo, deadline_s: float, timeout_s: float
 ) -> tuple[str, ...]:
     """Returns the address of each rank, as the chief sends them.
 
@@ -232,11 +236,11 @@ def _addresses_from_chief(
             try:
                 sock = socket.create_connection((host, port), _CALL_S)
                 with contextlib.closing(TcpMessageConnection(sock)) as connection:
-                    prove(connection, key, str(layout.rank), _MOST_BYTES)
-                    connection.send(dataclasses.asdict(own))
+                    authenticate(connection, key, str(layout.rank), _MOST_BYTES)
+                    connection.send(dataclasses.asdict(own_info))
                     # The chief answers when all processes have come.
-                    connection.limit(max(_AGAIN_S, deadline_s - time.monotonic()))
-                    answer = _answer(layout, own, connection.expect())
+                    connection.limit(max(_RETRY_S, deadline_s - time.monotonic()))
+                    answer = _answer(layout, own_info, connection.expect())
             except OSError as error:
                 reason = reason or f"{host}: {error}"
                 continue
@@ -247,7 +251,7 @@ def _addresses_from_chief(
             if isinstance(answer, str):
                 raise ClusterError(answer)
             return answer
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
     raise ClusterError(
         f"{layout.environment}: process {layout.rank} has not reached process 0 on "
         f"{' or '.join(layout.chief_hosts)} within {timeout_s:.0f} s ({reason}). Did process 0 "
@@ -255,7 +259,9 @@ def _addresses_from_chief(
     )
 
 
-def _answer(layout: Layout, own: ProcessInfo, message: Mapping[str, Any]) -> tuple[str, ...] | str:
+def _answer(
+    layout: Layout, own_info: ProcessInfo, message: Mapping[str, Any]
+) -> tuple[str, ...] | str:
     """Returns the addresses of all ranks in a message of the chief, or the error in it.
 
     Raises:
@@ -268,7 +274,7 @@ def _answer(layout: Layout, own: ProcessInfo, message: Mapping[str, Any]) -> tup
         with contextlib.suppress(ClusterError, TypeError):
             cluster = layout.cluster(tuple(addresses))
             is_printable = "".join(addresses).isprintable()
-            if is_printable and cluster.addresses[layout.rank] == own.address:
+            if is_printable and cluster.addresses[layout.rank] == own_info.address:
                 return cluster.addresses
     raise ValueError("process 0 has sent no addresses")
 

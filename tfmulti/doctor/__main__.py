@@ -22,7 +22,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
 from tfmulti.config.limited_reading import read_small
 from tfmulti.doctor import job, machine
-from tfmulti.doctor.finding import FAILED, OK, Finding, Report
+from tfmulti.doctor.finding import FAILED, OK, Finding, Report, has_failed
 from tfmulti.doctor.network import Network, holder_of
 from tfmulti.doctor.result import Result
 from tfmulti.doctor.trust import check_trust, own_addresses
@@ -52,16 +52,16 @@ from tfmulti.errors import (
 )
 from tfmulti.launch.heartbeat import note_error
 
-_OWN = ("json", "training", "wait_s")
-_USED = (
+_OWN_FLAGS = ("json", "training", "wait_s")
+_USED_FLAGS = (
     *("strategy", "replicas", "environment", "ignore_cluster", "dataset", "model", "run_dir"),
     *("shared_run_dir", "global_batch_size", "precision", "optimizer", "seed"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the command line asks for.
+class Options:
+    """The options of the doctor's command line.
 
     Attributes:
         config: the run that is tried.
@@ -80,11 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
 
     def command() -> int:
-        asked = parse(sys.argv if argv is None else argv)
-        if asked is None:
+        options = parse(sys.argv if argv is None else argv)
+        if options is None:
             return EXIT_DONE
         with contextlib.ExitStack() as until_printed:
-            code = examine(asked, os.environ, until_printed)
+            code = examine(options, os.environ, until_printed)
         if code == EXIT_FAILED:
             note_error(ChecksFailed("its report says what to do"))
         return code
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_of(command)
 
 
-def parse(argv: Sequence[str]) -> Asked | None:
-    """Returns what a command line asks for, or None if it asked for (printed) help.
+def parse(argv: Sequence[str]) -> Options | None:
+    """Returns the options of a command line, or None if it asks for help, which is then printed.
 
     Raises:
         ConfigError: a flag is unknown or wrong.
@@ -108,9 +108,9 @@ def parse(argv: Sequence[str]) -> Asked | None:
     flags.DEFINE_string(
         "wait_s", "30", "Seconds within which all workers must connect.", flag_values=values
     )
-    unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED)
+    unused = tuple(f.name for f in dataclasses.fields(FitConfig) if f.name not in _USED_FLAGS)
     if not parse_flags(values, argv, unused, "the doctor"):
-        print(help_text(__doc__ or "", values, _OWN, unused))
+        print(help_text(__doc__ or "", values, _OWN_FLAGS, unused))
         return None
     try:
         wait_s = float(values.wait_s)
@@ -118,20 +118,20 @@ def parse(argv: Sequence[str]) -> Asked | None:
         wait_s = -1.0
     if not 0 < wait_s < 86400:
         raise ConfigError(f"--wait_s is {values.wait_s!r}, but it must be seconds above 0.")
-    given: dict[str, Any] = {"dataset": values.dataset, "model": values.model}
+    changed: dict[str, Any] = {"dataset": values.dataset, "model": values.model}
     if not values["global_batch_size"].present:
-        given["global_batch_size"] = None
-        given["per_replica_batch_size"] = 64
+        changed["global_batch_size"] = None
+        changed["per_replica_batch_size"] = 64
     # A dry run writes nothing.
-    config = config_of(values, **given, dry_run=True, verbose="0", epochs=1)
-    return Asked(config, values.json, values.training, wait_s)
+    config = config_of(values, **changed, dry_run=True, verbose="0", epochs=1)
+    return Options(config, values.json, values.training, wait_s)
 
 
-def examine(asked: Asked, env: Mapping[str, str], until_printed: contextlib.ExitStack) -> int:
+def examine(options: Options, env: Mapping[str, str], until_printed: contextlib.ExitStack) -> int:
     """Does all checks, prints the report on the chief, and returns the exit code.
 
     Args:
-        asked: what the command line asks for.
+        options: the options of the command line.
         env: the environment variables.
         until_printed: takes the connections to the other workers after a check has failed. While
             the chief holds them open, the other workers wait for its report.
@@ -139,7 +139,7 @@ def examine(asked: Asked, env: Mapping[str, str], until_printed: contextlib.Exit
     Raises:
         UserError: a flag does not fit the environment.
     """
-    began, config = time.monotonic(), asked.config
+    began, config = time.monotonic(), options.config
     cluster, _ = find_cluster(env, config.environment)
     check_trains(cluster)
     if config.ignore_cluster:
@@ -152,27 +152,27 @@ def examine(asked: Asked, env: Mapping[str, str], until_printed: contextlib.Exit
         raise ConfigError(str(error)) from None
     findings = machine.check_machine(env, cluster, config.run_dir)
     links: list[dict[str, float]] = []
-    passed = not job.has_failed(findings)
+    passed = not has_failed(findings)
     if cluster is not None and cluster.size > 1:
-        compared = check_job(asked, cluster, env, findings, until_printed)
+        compared = check_job(options, cluster, env, findings, until_printed)
         if compared is None:
             return _report_alone(cluster, findings)
-        own, (findings, links, passed) = findings, compared
-        if not cluster.is_chief and job.has_failed(own):
+        machine_findings, (findings, links, passed) = findings, compared
+        if not cluster.is_chief and has_failed(machine_findings):
             # The log of its own machine must name the fault, too.
-            return _report_alone(cluster, own)
-    if passed and asked.training:
-        findings += _check_by_training(asked, cluster, env, links)
+            return _report_alone(cluster, machine_findings)
+    if passed and options.training:
+        findings += _check_by_training(options, cluster, env, links)
     if cluster is not None and not cluster.is_chief:
-        return EXIT_DONE if passed and not job.has_failed(findings) else EXIT_FAILED
+        return EXIT_DONE if passed and not has_failed(findings) else EXIT_FAILED
     workers = 1 if cluster is None else cluster.size
     report = Report(findings, workers, links, time.monotonic() - began)
-    print(report.to_json() if asked.json else "\n".join(report.lines()), flush=True)
+    print(report.to_json() if options.json else "\n".join(report.lines()), flush=True)
     return EXIT_FAILED if report.has_failed else EXIT_DONE
 
 
 def check_job(
-    asked: Asked,
+    options: Options,
     cluster: Cluster,
     env: Mapping[str, str],
     findings: list[Finding],
@@ -181,7 +181,7 @@ def check_job(
     """Compares the workers and measures the links between them.
 
     Args:
-        asked: what the command line asks for.
+        options: the options of the command line.
         cluster: the cluster.
         env: the environment variables.
         findings: the findings about this worker's machine.
@@ -191,10 +191,10 @@ def check_job(
         The findings, the links, and whether nothing has failed. The findings and the links are
         empty on workers other than the chief. None: the chief could not be reached.
     """
-    run_dir = asked.config.run_dir if asked.config.shared_run_dir else None
-    with FolderMark(cluster, run_dir):
+    run_dir = options.config.run_dir if options.config.shared_run_dir else None
+    with run_directory_mark(cluster, run_dir):
         try:
-            network = Network(cluster, env, asked.wait_s)
+            network = Network(cluster, env, options.wait_s)
         except OSError as error:
             findings.append(_no_port(cluster, error))
             return None
@@ -202,64 +202,61 @@ def check_job(
             measuring.enter_context(network)
             result = network.measure()
             findings += network.check_free_ports()
-            result.findings = [dataclasses.asdict(each) for each in findings]
+            result.findings = [dataclasses.asdict(finding) for finding in findings]
             gpus = len(gpus_of_task(env, cluster.local_rank, cluster.local_size))
             result.facts = {"versions": machine.versions(), "GPUs": gpus}
-            result.facts["seen"] = _seen(run_dir)
-            decided: list[tuple[list[Finding], list[dict[str, float]]]] = []
+            result.facts["seen"] = _read_mark(run_dir)
+            job_findings: list[Finding] = []
+            links: list[dict[str, float]] = []
 
             def decide(results: Mapping[int, Result]) -> bool:
-                found = job.compare(cluster, results, network.duplicate_ranks)
-                found += check_trust(cluster, env, own_addresses())
-                decided.append((found, job.links_of(results)))
-                return not job.has_failed(found)
+                job_findings.extend(job.compare(cluster, results, network.duplicate_ranks))
+                job_findings.extend(check_trust(cluster, env, own_addresses()))
+                links.extend(job.links_of(results))
+                return not has_failed(job_findings)
 
             verdict = network.exchange(result, decide if cluster.is_chief else None)
             if verdict is not True:
                 until_printed.push(measuring.pop_all())
                 if not cluster.is_chief:
                     network.wait_for_chief()
-    if verdict is None:
-        return None
-    found, links = decided[0] if decided else ([], [])
-    return found, links, verdict is True
+    return None if verdict is None else (job_findings, links, verdict is True)
 
 
-class FolderMark:
-    """The chief's mark in the run directory, as a context. It is removed at the end."""
+@contextlib.contextmanager
+def run_directory_mark(cluster: Cluster, run_dir: str | None) -> Iterator[None]:
+    """A context in which a file with random content, the chief's mark, is in the run directory.
 
-    def __init__(self, cluster: Cluster, run_dir: str | None) -> None:
-        self._path = None
-        self._created = False
-        if cluster.is_chief and run_dir is not None:
-            self._path = Path(run_dir) / machine.SEEN_FILE
-
-    def __enter__(self) -> None:
-        if self._path is not None:
-            try:
-                self._created = not self._path.parent.exists()
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                # The file of a doctor that was killed may be left, or a link of another user.
-                self._path.unlink(missing_ok=True)
-                with self._path.open("x") as file:
-                    file.write(os.urandom(16).hex())
-            except OSError:
-                # The finding about the run directory tells it.
-                self._path = None
-
-    def __exit__(self, *error: object) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            if self._created and not any(self._path.parent.iterdir()):
-                self._path.parent.rmdir()
+    The other workers read the mark, which shows whether they see the same folder.
+    """
+    if run_dir is None or not cluster.is_chief:
+        yield
+        return
+    path = Path(run_dir) / machine.MARK_FILE
+    is_new_folder = False
+    # `machine` reports a run directory that cannot be written.
+    with contextlib.suppress(OSError):
+        is_new_folder = not path.parent.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The file of a doctor that was killed may be left, or a link of another user.
+        path.unlink(missing_ok=True)
+        with path.open("x") as file:
+            file.write(os.urandom(16).hex())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            if is_new_folder and not any(path.parent.iterdir()):
+                path.parent.rmdir()
 
 
-def _seen(run_dir: str | None) -> str | None:
+def _read_mark(run_dir: str | None) -> str | None:
     """Returns the chief's mark in the run directory as this worker sees it, or None."""
     if run_dir is None:
         return None
     try:
-        return read_small(Path(run_dir) / machine.SEEN_FILE, 64).decode()
+        return read_small(Path(run_dir) / machine.MARK_FILE, 64).decode()
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -279,9 +276,9 @@ def _no_port(cluster: Cluster, error: OSError) -> Finding:
 
 def _report_alone(cluster: Cluster, findings: Sequence[Finding]) -> int:
     """Prints what is wrong on a worker other than the chief, and returns the exit code."""
-    report = [each for each in findings if each.status != OK]
-    if not job.has_failed(report):
-        report.append(
+    problems = [finding for finding in findings if finding.status != OK]
+    if not has_failed(problems):
+        problems.append(
             Finding(
                 "chief",
                 FAILED,
@@ -290,24 +287,24 @@ def _report_alone(cluster: Cluster, findings: Sequence[Finding]) -> int:
                 "Read what worker 0 prints; look at the firewalls between the two.",
             )
         )
-    for each in report:
-        for line in dataclasses.replace(each, worker=cluster.rank).lines():
+    for finding in problems:
+        for line in dataclasses.replace(finding, worker=cluster.rank).lines():
             print(line, file=sys.stderr, flush=True)
     return EXIT_FAILED
 
 
 def _check_by_training(
-    asked: Asked, cluster: Cluster | None, env: Mapping[str, str], links: list[dict[str, float]]
+    options: Options, cluster: Cluster | None, env: Mapping[str, str], links: list[dict[str, float]]
 ) -> list[Finding]:
-    """Returns the findings of training, of which an error is one, too."""
+    """Returns the findings of training. An error of training is a finding as well."""
     try:
         # TensorFlow is imported only when nothing before has failed.
         with quiet_stderr():
             from tfmulti.doctor.training import check_training
 
-        # What is said while a run is set up does not belong to the report.
+        # The lines that a run prints while it is set up do not belong to the report.
         with contextlib.redirect_stdout(sys.stderr):
-            return check_training(asked.config, cluster, env, links)
+            return check_training(options.config, cluster, env, links)
     except ConfigError:
         raise
     except (TfmultiError, ImportError) as error:

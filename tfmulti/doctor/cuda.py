@@ -26,12 +26,11 @@ def needs_of_tensorflow() -> list[str]:
 
 def installed_wheels() -> dict[str, str]:
     """Returns the versions of NVIDIA's installed wheels by name."""
-    found = {}
-    for each in importlib.metadata.distributions():
-        name = (each.metadata["Name"] or "").lower()
-        if name.startswith("nvidia-"):
-            found[name] = each.version
-    return found
+    by_name = {
+        (wheel.metadata["Name"] or "").lower(): wheel.version
+        for wheel in importlib.metadata.distributions()
+    }
+    return {name: version for name, version in by_name.items() if name.startswith("nvidia-")}
 
 
 def cuda_findings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,21 +78,21 @@ class Report:
     @property
     def status(self) -> str:
         """The worst status of all findings."""
-        return max((each.status for each in self.findings), key=_ORDER.index, default=OK)
+        return max((finding.status for finding in self.findings), key=_ORDER.index, default=OK)
 
     @property
     def has_failed(self) -> bool:
         """Whether a check has failed."""
-        return self.status == FAILED
+        return has_failed(self.findings)
 
     def lines(self) -> Iterable[str]:
         """Yields the lines of the report."""
         for finding in self.findings:
-            # Of the other workers only what is wrong is shown.
+            # The report omits the checks of the other workers that are ok.
             if finding.status != OK or not finding.worker:
                 yield from finding.lines()
         yield from self._table()
-        counts = {each: sum(f.status == each for f in self.findings) for each in _ORDER}
+        counts = Counter(finding.status for finding in self.findings)
         yield ""
         verdict = {
             OK: "It will train here",
@@ -107,7 +108,7 @@ class Report:
         """Yields the matrix of the links: a row for each worker that sends."""
         if not self.links:
             return
-        known = {(int(each["from"]), int(each["to"])): each for each in self.links}
+        link_of = {(int(link["from"]), int(link["to"])): link for link in self.links}
         ranks = range(self.workers)
         yield ""
         yield "round trip in ms / bandwidth in MB/s, from the worker of the row to the column's"
@@ -115,7 +116,7 @@ class Report:
         for row in ranks:
             cells = []
             for column in ranks:
-                link = known.get((row, column))
+                link = link_of.get((row, column))
                 text = f"{link['rtt_ms']:.2f} / {link['mb_s']:.0f}" if link else "none"
                 cells.append("-" if row == column else text)
             yield f"{row:>10}" + "".join(f"{cell:>16}" for cell in cells)
@@ -127,11 +128,16 @@ class Report:
                 "status": self.status,
                 "workers": self.workers,
                 "seconds": round(self.seconds, 1),
-                "findings": [dataclasses.asdict(each) for each in self.findings],
+                "findings": [dataclasses.asdict(finding) for finding in self.findings],
                 "links": list(self.links),
             },
             indent=1,
         )
+
+
+def has_failed(findings: Iterable[Finding]) -> bool:
+    """Returns whether a finding has failed."""
+    return any(finding.status == FAILED for finding in findings)
 
 
 def printable(text: str, most: int) -> str:
@@ -161,15 +167,15 @@ def findings_of(values: Any, worker: int) -> list[Finding]:
     """
     if not isinstance(values, list):
         raise ValueError("no list of findings")
-    found = []
-    for each in values:
-        finding = json_values.build(Finding, each)
+    findings = []
+    for value in values:
+        finding = json_values.build(Finding, value)
         if finding.status not in _ORDER:
             raise ValueError("no status of a finding")
         texts = {
-            item.name: printable(text, _MOST_CHARACTERS)
-            for item in dataclasses.fields(Finding)
-            if isinstance(text := getattr(finding, item.name), str)
+            name: printable(text, _MOST_CHARACTERS)
+            for name, text in vars(finding).items()
+            if isinstance(text, str)
         }
-        found.append(dataclasses.replace(finding, **texts, worker=worker))
-    return found
+        findings.append(dataclasses.replace(finding, **texts, worker=worker))
+    return findings

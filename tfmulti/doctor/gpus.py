@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -56,8 +58,8 @@ def driver() -> tuple[str, int] | None:
 
     The version of CUDA is a number: 1000 × its major part + 10 × its minor part.
     """
-    with handles() as found:
-        if not found:
+    with handles() as gpus:
+        if not gpus:
             return None
         return str(pynvml.nvmlSystemGetDriverVersion()), pynvml.nvmlSystemGetCudaDriverVersion()
 
@@ -68,8 +70,8 @@ def check_gpus(has_device_files: bool) -> list[Finding]:
     Args:
         has_device_files: whether the system has device files of NVIDIA's GPUs.
     """
-    with handles() as found:
-        if not found:
+    with handles() as gpus:
+        if not gpus:
             if not has_device_files:
                 return [Finding("GPUs", OK, "none; CPUs train")]
             return [
@@ -81,16 +83,16 @@ def check_gpus(has_device_files: bool) -> list[Finding]:
                     "Install the driver; in a container start it with --gpus all.",
                 )
             ]
-        findings = [each for index, gpu in enumerate(found) for each in _of_gpu(index, gpu)]
-        return findings + _topology(found)
+        findings = [finding for index, gpu in enumerate(gpus) for finding in _of_gpu(index, gpu)]
+        return findings + _topology(gpus)
 
 
 def _of_gpu(index: int, gpu: Any) -> list[Finding]:
     """Returns the findings about one GPU."""
     name, label = _text(pynvml.nvmlDeviceGetName(gpu)), f"GPU {index}"
     memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-    parts = _answer_or(lambda: pynvml.nvmlDeviceGetMigMode(gpu)[0], 0)
-    description = f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if parts else "")
+    is_mig = _answer_or(lambda: pynvml.nvmlDeviceGetMigMode(gpu)[0], 0)
+    description = f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if is_mig else "")
     findings = [Finding(label, OK, description)]
     errors = _answer_or(
         lambda: pynvml.nvmlDeviceGetTotalEccErrors(
@@ -150,22 +152,21 @@ def _process(process: Any) -> str:
 
 def _slowed(gpu: Any) -> list[str]:
     """Returns for which reasons a GPU has lowered its clock now."""
-    found = _answer_or(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu), 0)
-    return [description for name, description in _SLOWED.items() if found & getattr(pynvml, name)]
+    reasons = _answer_or(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu), 0)
+    return [description for name, description in _SLOWED.items() if reasons & getattr(pynvml, name)]
 
 
-def _topology(found: list[Any]) -> list[Finding]:
+def _topology(gpus: list[Any]) -> list[Finding]:
     """Returns a finding that says over what each pair of GPUs is connected."""
     levels = {getattr(pynvml, name): description for name, description in _LEVELS.items()}
     pairs = []
-    for first in range(len(found)):
-        for second in range(first + 1, len(found)):
-            pair = found[first], found[second]
-            level = _answer_or(
-                functools.partial(pynvml.nvmlDeviceGetTopologyCommonAncestor, *pair), None
-            )
-            if level is not None:
-                pairs.append(f"{first}–{second} {levels.get(level, level)}")
+    for first, second in itertools.combinations(range(len(gpus)), 2):
+        ask = functools.partial(
+            pynvml.nvmlDeviceGetTopologyCommonAncestor, gpus[first], gpus[second]
+        )
+        level = _answer_or(ask, None)
+        if level is not None:
+            pairs.append(f"{first}–{second} {levels.get(level, level)}")
     return [Finding("topology", OK, "; ".join(pairs))] if pairs else []
 
 
@@ -192,19 +193,18 @@ class Utilization:
 
     def _sample(self) -> None:
         samples: dict[int, list[int]] = {}
-        with handles() as found:
-            while found and not self._stop.wait(_SAMPLE_S):
-                for index, gpu in enumerate(found):
-                    rates = _answer_or(
-                        functools.partial(pynvml.nvmlDeviceGetUtilizationRates, gpu), None
-                    )
+        with handles() as gpus:
+            while gpus and not self._stop.wait(_SAMPLE_S):
+                for index, gpu in enumerate(gpus):
+                    ask = functools.partial(pynvml.nvmlDeviceGetUtilizationRates, gpu)
+                    rates = _answer_or(ask, None)
                     if rates is not None:
                         samples.setdefault(index, []).append(rates.gpu)
-        self.mean = {index: sum(each) / len(each) for index, each in samples.items()}
+        self.mean = {index: statistics.fmean(rates) for index, rates in samples.items()}
 
 
 def _answer_or(ask: Callable[[], Any], otherwise: Any) -> Any:
-    """Returns what NVML answers, or another value where the GPU does not support the question."""
+    """Returns NVML's answer, or `otherwise` if the GPU does not support the question."""
     try:
         return ask()
     except pynvml.NVMLError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
@@ -14,7 +14,7 @@ from tfmulti.doctor.result import Result
 _CLOCK_S = 1.0
 # A link this slow takes eight seconds for the gradients of a ResNet-50, 100 MB.
 _SLOW_MB_S = 12.5
-# A link that is so much slower than the median of all links.
+# A link is slow if the median of all links is this many times as fast.
 _SLOWER = 4.0
 _MEANING = {
     TIMED_OUT: (
@@ -39,14 +39,14 @@ _MEANING = {
 def compare(
     cluster: Cluster, results: Mapping[int, Result], duplicate_ranks: Iterable[int] = ()
 ) -> list[Finding]:
-    """Returns the findings about the job, of the results of its workers by rank.
+    """Returns the findings about the job, from the results of its workers by rank.
 
     Args:
         cluster: the cluster.
-        results: what each worker that was heard of has found, the chief included.
+        results: the results that have arrived, by rank, with that of the chief.
         duplicate_ranks: the ranks for which several processes have sent results.
     """
-    own = [
+    findings = [
         Finding(
             "rank",
             FAILED,
@@ -59,11 +59,11 @@ def compare(
     ]
     for rank, result in sorted(results.items()):
         try:
-            own += findings_of(result.findings, rank)
+            findings += findings_of(result.findings, rank)
         except ValueError as error:
-            own.append(Finding("result", FAILED, f"it cannot be read: {error}", worker=rank))
+            findings.append(Finding("result", FAILED, f"it cannot be read: {error}", worker=rank))
     return [
-        *own,
+        *findings,
         *_missing(cluster, results),
         *_unreachable(cluster, results),
         *_equal(results, "versions", "the same versions on all workers", "Install the same ones."),
@@ -95,7 +95,7 @@ def links_of(results: Mapping[int, Result]) -> list[dict[str, float]]:
 
 
 def _missing(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
-    """Returns the workers that have not been heard of."""
+    """Returns the workers whose results have not arrived."""
     return [
         Finding(
             "worker",
@@ -112,7 +112,7 @@ def _missing(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
 
 def _unreachable(cluster: Cluster, results: Mapping[int, Result]) -> list[Finding]:
     """Returns which workers cannot reach which others, with the reason."""
-    found = []
+    findings = []
     for rank, address in enumerate(cluster.addresses):
         host, port = cluster.hosts[rank], address.rpartition(":")[2]
         reasons: dict[str, list[int]] = {}
@@ -121,55 +121,55 @@ def _unreachable(cluster: Cluster, results: Mapping[int, Result]) -> list[Findin
                 reasons.setdefault(result.errors[str(rank)], []).append(other)
         for reason, others in reasons.items():
             values = {"host": host, "port": port, "address": address}
-            # Only these texts are formats. Another reason comes from another machine as it is.
+            # Only the texts of `_MEANING` are formats. Another machine may send any other reason.
             words, advice = reason, "Look at the network between them."
             if reason in _MEANING:
                 words, advice = (text.format(**values) for text in _MEANING[reason])
-            who = ", ".join(map(str, others))
-            found.append(
+            callers = f"worker{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            findings.append(
                 Finding(
                     "connection",
                     FAILED,
-                    f"worker{'s' * (len(others) > 1)} {who} cannot reach it at {address}: " + words,
+                    f"{callers} cannot reach it at {address}: {words}",
                     "every worker reaches every other one",
                     advice,
                     rank,
                 )
             )
-    if not found and cluster.size > 1 and len(results) == cluster.size:
+    if not findings and cluster.size > 1 and len(results) == cluster.size:
         return [Finding("connections", OK, "every worker reaches every other one")]
-    return found
+    return findings
 
 
 def _equal(results: Mapping[int, Result], name: str, rule: str, advice: str) -> list[Finding]:
     """Returns the workers in which a fact differs from the chief's."""
-    expected, found = results[0].facts.get(name), []
+    expected, findings = results[0].facts.get(name), []
     for rank, result in sorted(results.items()):
-        has = result.facts.get(name)
-        if has != expected:
-            found.append(Finding(name, FAILED, _difference(expected, has), rule, advice, rank))
-    return found or [Finding(name, OK, "equal on all workers")]
+        fact = result.facts.get(name)
+        if fact != expected:
+            findings.append(Finding(name, FAILED, _difference(expected, fact), rule, advice, rank))
+    return findings or [Finding(name, OK, "equal on all workers")]
 
 
-def _difference(expected: Any, has: Any) -> str:
+def _difference(expected: Any, fact: Any) -> str:
     """Returns in words how the fact of a worker differs from the chief's."""
-    if not isinstance(expected, dict) or not isinstance(has, dict):
-        return f"{has!r}, but worker 0 has {expected!r}"
+    if not isinstance(expected, dict) or not isinstance(fact, dict):
+        return f"{fact!r}, but worker 0 has {expected!r}"
     return "; ".join(
-        f"{key} {has.get(key, 'is missing')}, but worker 0 has {expected.get(key, 'none')}"
-        for key in sorted({*expected, *has})
-        if has.get(key) != expected.get(key)
+        f"{key} {fact.get(key, 'is missing')}, but worker 0 has {expected.get(key, 'none')}"
+        for key in sorted({*expected, *fact})
+        if fact.get(key) != expected.get(key)
     )[:500]
 
 
 def _clocks(results: Mapping[int, Result]) -> list[Finding]:
-    """Returns the workers whose clocks differ from the chief's, as far as the chief knows."""
+    """Returns the workers whose clocks differ from the chief's, if the difference is known."""
     ahead = results[0].clock_s | {
         str(rank): -result.clock_s["0"]
         for rank, result in results.items()
         if "0" in result.clock_s and str(rank) not in results[0].clock_s
     }
-    found = [
+    findings = [
         Finding(
             "clock",
             WARNING,
@@ -181,18 +181,18 @@ def _clocks(results: Mapping[int, Result]) -> list[Finding]:
         for rank, seconds in sorted(ahead.items())
         if abs(seconds) > _CLOCK_S
     ]
-    if found or not ahead:
-        return found
+    if findings or not ahead:
+        return findings
     most = max(map(abs, ahead.values()))
     return [Finding("clocks", OK, f"within {1000 * most:.0f} ms")]
 
 
 def _run_folder(results: Mapping[int, Result]) -> list[Finding]:
     """Returns the workers that do not see the chief's run directory."""
-    token = results[0].facts.get("seen")
-    if token is None:
+    mark = results[0].facts.get("seen")
+    if mark is None:
         return []
-    found = [
+    findings = [
         Finding(
             "run folder",
             FAILED,
@@ -203,9 +203,9 @@ def _run_folder(results: Mapping[int, Result]) -> list[Finding]:
             rank,
         )
         for rank, result in sorted(results.items())
-        if result.facts.get("seen") != token
+        if result.facts.get("seen") != mark
     ]
-    return found or [Finding("run folder", OK, "all workers see the same one")]
+    return findings or [Finding("run folder", OK, "all workers see the same one")]
 
 
 def _links(results: Mapping[int, Result]) -> list[Finding]:
@@ -220,16 +220,16 @@ def _links(results: Mapping[int, Result]) -> list[Finding]:
     usual = statistics.median(speeds.values())
     limit = max(_SLOW_MB_S, usual / _SLOWER)
     slow = {pair: speed for pair, speed in speeds.items() if speed < limit}
-    found = []
+    findings = []
     while slow:
-        # A worker with a slow link slows down all its links, so it is named once.
-        rank = max(sorted(results), key=lambda each: _slowness(each, slow))
-        own = {pair: slow.pop(pair) for pair in sorted(slow) if rank in pair}
+        # A slow worker slows down all its links, so they are one finding.
+        slowest_rank = max(sorted(results), key=lambda rank: _slowness(rank, slow))
+        own_links = {pair: slow.pop(pair) for pair in sorted(slow) if slowest_rank in pair}
         words = ", ".join(
-            f"to worker {b} {speed:.3g}" if a == rank else f"from worker {a} {speed:.3g}"
-            for (a, b), speed in own.items()
+            f"to worker {b} {speed:.3g}" if a == slowest_rank else f"from worker {a} {speed:.3g}"
+            for (a, b), speed in own_links.items()
         )
-        found.append(
+        findings.append(
             Finding(
                 "link",
                 WARNING,
@@ -238,18 +238,13 @@ def _links(results: Mapping[int, Result]) -> list[Finding]:
                 "gradients over the slowest link",
                 "Look at the cable, the switch and what else uses them, or leave the machine out. "
                 "--gradient_compression bfloat16 halves the bytes.",
-                rank,
+                slowest_rank,
             )
         )
-    return found or [Finding("links", OK, f"{min(speeds.values()):.0f} MB/s or more")]
+    return findings or [Finding("links", OK, f"{min(speeds.values()):.0f} MB/s or more")]
 
 
 def _slowness(rank: int, slow: Mapping[tuple[int, int], float]) -> tuple[int, float]:
-    """Returns how many slow links a worker has, and then how slow those are that it sends on."""
-    own = [speed for (sender, _), speed in slow.items() if sender == rank]
-    return sum(rank in pair for pair in slow), -min(own, default=float("inf"))
-
-
-def has_failed(findings: Sequence[Finding]) -> bool:
-    """Returns whether a finding has failed."""
-    return any(each.status == FAILED for each in findings)
+    """Returns a key for `max`: a worker's number of slow links, then its slowness in sending."""
+    sending = [speed for (sender, _), speed in slow.items() if sender == rank]
+    return sum(rank in pair for pair in slow), -min(sending, default=float("inf"))

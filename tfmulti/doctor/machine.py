@@ -39,16 +39,16 @@ _MEMORY_GIB, _DISK_GIB, _FULL_GIB = 2.0, 1.0, 0.05
 _SHM_MIB = 512
 _FILES, _FEW_FILES = 4096, 256
 # The file in the run directory by which the chief finds out whether all workers see that folder.
-SEEN_FILE = ".tfmulti-doctor"
+MARK_FILE = ".tfmulti-doctor"
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages whose versions decide the numbers."""
-    found = {"Python": platform.python_version(), "tfmulti": tfmulti.__version__}
+    by_name = {"Python": platform.python_version(), "tfmulti": tfmulti.__version__}
     for name in _SHOWN:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            by_name[name] = importlib.metadata.version(name)
+    return by_name
 
 
 def check_machine(
@@ -74,11 +74,10 @@ def check_machine(
 
 def _versions(env: Mapping[str, str]) -> list[Finding]:
     """Returns whether the installed versions are those that tfmulti needs."""
-    found = versions()
-    on = driver()
-    shown = ", ".join(f"{name} {version}" for name, version in found.items())
-    if on is not None:
-        shown += f", driver {on[0]} for CUDA {on[1] // 1000}.{on[1] % 1000 // 10}"
+    shown = ", ".join(f"{name} {version}" for name, version in versions().items())
+    if (installed_driver := driver()) is not None:
+        version, cuda = installed_driver
+        shown += f", driver {version} for CUDA {cuda // 1000}.{cuda % 1000 // 10}"
     wrong = []
     needs: list[str] = []
     # Without an installation, as in a checkout on PYTHONPATH, nothing tells the needs.
@@ -116,20 +115,16 @@ def _resources(gpus: int) -> list[Finding]:
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     load, free = os.getloadavg()[0], memory.available / 2**30
     findings = [
-        Finding("cores", OK, f"{cores}, load {load:.1f}")
-        if load < cores
-        else Finding(
+        Finding(
             "cores",
-            WARNING,
-            f"{cores} cores have a load of {load:.1f}",
+            OK if load < cores else WARNING,
+            f"{cores} with a load of {load:.1f}",
             "training needs its cores for itself; the slowest worker sets the pace",
             "End the other programs, or wait.",
         ),
-        Finding("memory", OK, f"{free:.1f} of {memory.total / 2**30:.1f} GiB are free")
-        if free >= _MEMORY_GIB
-        else Finding(
+        Finding(
             "memory",
-            WARNING,
+            OK if free >= _MEMORY_GIB else WARNING,
             f"{free:.1f} of {memory.total / 2**30:.1f} GiB are free",
             f"TensorFlow and a small model need {_MEMORY_GIB:g} GiB",
             "End other programs, or take a larger machine.",
@@ -174,7 +169,7 @@ def _disk(path: Path, was_given: bool) -> list[Finding]:
     while not parent.exists():
         parent = parent.parent
     named = f"--run_dir {path}" if was_given else f"the folder {path}"
-    trial = parent / f"{SEEN_FILE}-{uuid.uuid4().hex}"
+    trial = parent / f"{MARK_FILE}-{uuid.uuid4().hex}"
     try:
         trial.write_bytes(b"1")
         trial.replace(trial.with_suffix(".new"))
@@ -217,18 +212,16 @@ def _disk(path: Path, was_given: bool) -> list[Finding]:
 
 def _proxies(env: Mapping[str, str]) -> list[Finding]:
     """Returns which proxies the environment names, without their passwords."""
-    found = []
-    for name in PROXIES:
-        if env.get(name):
-            parts = urlsplit(env[name])
-            found.append(f"{name} ({parts.hostname or 'no host'})")
-    if not found:
+    proxies = [
+        f"{name} ({urlsplit(env[name]).hostname or 'no host'})" for name in PROXIES if env.get(name)
+    ]
+    if not proxies:
         return [Finding("proxies", OK, "none")]
     return [
         Finding(
             "proxies",
             WARNING,
-            f"the environment names a proxy: {', '.join(found)}",
+            f"the environment names a proxy: {', '.join(proxies)}",
             "workers reach each other without a proxy; tfmulti sees to that in its own processes",
             "Unset it for other programs of the job that use gRPC, or list the workers' hosts in "
             "no_proxy.",
@@ -238,7 +231,7 @@ def _proxies(env: Mapping[str, str]) -> list[Finding]:
 
 def _addresses(cluster: Cluster) -> list[Finding]:
     """Returns whether the workers' names mean the right addresses on this machine."""
-    findings, means = [], {}
+    findings, addresses_of_rank = [], {}
     for rank, host in enumerate(cluster.hosts):
         try:
             infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -254,29 +247,31 @@ def _addresses(cluster: Cluster) -> list[Finding]:
                     )
                 )
             continue
-        means[rank] = sorted({str(info[4][0]) for info in infos})
-    local = {rank for rank, numbers in means.items() if all(map(is_loopback, numbers))}
-    if len(local) < len(means):
-        for rank in sorted(local):
+        addresses_of_rank[rank] = sorted({str(info[4][0]) for info in infos})
+    loopback_ranks = [
+        rank for rank, addresses in addresses_of_rank.items() if all(map(is_loopback, addresses))
+    ]
+    if len(loopback_ranks) < len(addresses_of_rank):
+        for rank in loopback_ranks:
             findings.append(
                 Finding(
                     "loopback",
                     WARNING if rank == cluster.rank else FAILED,
                     f"the name {cluster.hosts[rank]} of worker {rank} means "
-                    f"{', '.join(means[rank])} here",
+                    f"{', '.join(addresses_of_rank[rank])} here",
                     "a worker's name means an address that other machines reach",
                     f"Remove the name {cluster.hosts[rank]} from the line of that address in "
                     "/etc/hosts, or give TF_CONFIG the numbers of the addresses.",
                 )
             )
     own = cluster.hosts[cluster.rank]
-    if cluster.rank in means and not is_here(own):
+    if cluster.rank in addresses_of_rank and not is_here(own):
         findings.append(
             Finding(
                 "own address",
                 FAILED,
-                f"{own} ({', '.join(means[cluster.rank])}) is not an address of this machine "
-                f"({socket.gethostname()})",
+                f"{own} ({', '.join(addresses_of_rank[cluster.rank])}) is not an address of this "
+                f"machine ({socket.gethostname()})",
                 "each worker listens at the address that TF_CONFIG gives its task",
                 "Correct TF_CONFIG's task.index on this machine, or the address.",
             )

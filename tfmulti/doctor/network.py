@@ -2,8 +2,8 @@
 
 Each worker listens at its own address, where TensorFlow will listen later, and calls all others. On
 each connection both sides prove that they belong to the job, and sign their messages
-(`tfmulti.cluster.door`). The name of the caller is its rank. It sends messages, and gets an answer
-to each:
+(`tfmulti.cluster.handshake`). The name of the caller is its rank. It sends messages, and gets an
+answer to each:
 
     {"ask": "ping"}                     {"time": seconds since 1970}
     {"ask": "load", "bytes": n}         after n more bytes: {}
@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from tfmulti.cluster.cluster import Cluster, host_of
-from tfmulti.cluster.door import Door, prove
+from tfmulti.cluster.handshake import HandshakeServer, authenticate
 from tfmulti.cluster.job_secret import proof, secret_of
 from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import TcpMessageConnection
@@ -41,7 +41,7 @@ from tfmulti.doctor.result import Result, result_of
 
 # A worker that answers at all does so in this time.
 _CALL_S, _AGAIN_S = 5.0, 0.2
-# How long measuring the bandwidths may take, beyond the waiting for others.
+# How long the measurement of the bandwidths may take, besides the wait for other workers.
 _MORE_S = 20.0
 # How long a call at a free port may take.
 _FREE_S = 3.0
@@ -50,9 +50,9 @@ _REPORT_S = 10.0
 _PINGS = 20
 # The bytes of the first measurement, and of a second one if the first was fast.
 _FEW_BYTES, _MANY_BYTES, _FAST_S = 1 << 20, 1 << 25, 0.05
-# A load may take this time, and a message may have so many bytes.
+# The time limit for a measurement, and the longest message.
 _LOAD_S, _MOST_BYTES = 60.0, 1 << 20
-# So many connections of each other worker are served at once: one, and one that has broken.
+# The connections of each worker that are served at once: one, and one that has broken.
 _SERVED_AT_ONCE = 2
 
 
@@ -72,7 +72,7 @@ class Network:
         self._cluster = cluster
         self._secret = f"doctor {secret_of(env)} {' '.join(cluster.addresses)}".encode()
         self._deadline_s = time.monotonic() + wait_s
-        self._wait_s = wait_s
+        self._wait_s, self._verdict_wait_s = wait_s, 2 * wait_s + _MORE_S
         self._changed = threading.Condition()
         self._result: Result | None = None
         self._results: dict[int, Result] = {}
@@ -82,14 +82,14 @@ class Network:
         self._connections: dict[int, _Connection] = {}
         self._slots = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
-        server = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
-        # As tfmulti's own collectives listen.
-        self._free = listen(host_of(address), cluster.hosts)
-        self._door = Door(
-            server,
+        listener = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
+        # tfmulti's own collectives listen at such a port.
+        self._free_listener = listen(host_of(address), cluster.hosts)
+        self._server = HandshakeServer(
+            listener,
             self.key_of(cluster.rank),
             self._serve,
-            knows={str(rank) for rank in range(cluster.size)}.__contains__,
+            is_known={str(rank) for rank in range(cluster.size)}.__contains__,
             most_bytes=_MOST_BYTES,
         )
 
@@ -98,15 +98,15 @@ class Network:
 
     def __exit__(self, *error: object) -> None:
         # The port is free at once, so that TensorFlow can listen there.
-        self._door.close()
-        self._free.close()
+        self._server.close()
+        self._free_listener.close()
         for connection in self._connections.values():
             connection.close()
 
     def key_of(self, rank: int) -> bytes:
         """Returns the key by which the worker of a rank proves that it is this worker of the job.
 
-        So a worker with the rank of another one is found.
+        Each rank has its own key, so the doctor finds a worker that uses the rank of another one.
         """
         return proof(self._secret, b"rank", str(rank).encode())
 
@@ -119,7 +119,7 @@ class Network:
             caller.start()
         for caller in callers:
             caller.join()
-        # Each worker begins with its next neighbour, so that at any time one sends to each.
+        # Each worker begins with the next rank, so that at any time one worker sends to each.
         own = self._cluster.rank
         for rank in sorted(others, key=lambda rank: (rank - own) % self._cluster.size):
             if rank in self._connections:
@@ -144,9 +144,7 @@ class Network:
             if 0 in self._connections:
                 self._in_background(self._send_to_chief, result)
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._verdict is not None, 2 * self._wait_s + _MORE_S
-                )
+                self._changed.wait_for(lambda: self._verdict is not None, self._verdict_wait_s)
             return self._verdict
         for rank in self._connections:
             self._in_background(self._fetch, rank)
@@ -156,15 +154,14 @@ class Network:
             self._changed.wait_for(lambda: len(self._results) == size, self._wait_s)
             results = dict(self._results)
         verdict = decide(results)
-        with self._changed:
-            self._verdict = verdict
-            self._changed.notify_all()
+        self._take_verdict(verdict)
         senders = [
-            self._in_background(self._send_verdict, rank, verdict) for rank in self._connections
+            self._in_background(connection.ask, "decide", verdict=verdict)
+            for connection in self._connections.values()
         ]
         for thread in senders:
             thread.join(_CALL_S)
-        # A worker that only asks gets its answer from a thread of this process.
+        # A thread of this process still answers the workers that have asked for the verdict.
         time.sleep(_AGAIN_S)
         return verdict
 
@@ -173,8 +170,7 @@ class Network:
 
         tfmulti's own collectives connect the workers at ports that the system chooses.
         """
-        found: dict[int, Finding] = {}
-        own = self._cluster.rank
+        findings: dict[int, Finding] = {}
 
         def call(rank: int, connection: _Connection) -> None:
             port, host = connection.ask("port").get("port"), host_of(self._cluster.addresses[rank])
@@ -183,15 +179,12 @@ class Network:
                     raise ValueError("another program or job answers there")
                 socket.create_connection((host, port), _FREE_S).close()
             except (OSError, ValueError) as error:
-                found[rank] = free_port_finding(rank, f"{host}:{port}", _reason(error))
+                findings[rank] = free_port_finding(rank, f"{host}:{port}", _reason(error))
 
-        others = [
-            (rank, connection) for rank, connection in self._connections.items() if rank != own
-        ]
-        threads = [self._in_background(call, rank, connection) for rank, connection in others]
+        threads = [self._in_background(call, *item) for item in self._connections.items()]
         for thread in threads:
             thread.join(_FREE_S + _CALL_S)
-        return [found[rank] for rank in sorted(found)]
+        return [findings[rank] for rank in sorted(findings)]
 
     def wait_for_chief(self) -> None:
         """Waits until the chief has ended its part, but only for some time.
@@ -204,12 +197,14 @@ class Network:
                 self._connections[0].ask("ping")
                 time.sleep(_AGAIN_S)
 
-    def _in_background(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    def _in_background(
+        self, work: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> threading.Thread:
         """Starts a thread that ends silently if its connection ends."""
 
         def run() -> None:
             with contextlib.suppress(OSError, ValueError):
-                work(*arguments)
+                work(*arguments, **options)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -219,28 +214,23 @@ class Network:
         """Sends this worker's result to the chief, and takes the verdict."""
         connection = self._connections[0]
         connection.ask("take", result=dataclasses.asdict(result))
-        self._take_verdict(
-            connection.ask("verdict", wait_s=2 * self._wait_s + _MORE_S).get("verdict")
-        )
+        answer = connection.ask("verdict", wait_s=self._verdict_wait_s)
+        self._take_verdict(answer.get("verdict"))
 
     def _fetch(self, rank: int) -> None:
         """Takes the result of a worker that the chief reaches."""
         answer = self._connections[rank].ask("result", wait_s=self._wait_s)
         self._take_result(rank, answer.get("result"))
 
-    def _send_verdict(self, rank: int, verdict: Any) -> None:
-        """Sends the verdict to a worker that the chief reaches."""
-        self._connections[rank].ask("decide", verdict=verdict)
-
     def _take_result(self, rank: int, values: Any) -> None:
         """Keeps the result of a worker, or that it cannot be read."""
         try:
-            found = result_of(values, self._cluster.size)
+            result = result_of(values, self._cluster.size)
         except ValueError as error:
-            why = Finding("result", FAILED, f"it cannot be read: {error}")
-            found = Result(findings=[dataclasses.asdict(why)])
+            unreadable = Finding("result", FAILED, f"it cannot be read: {error}")
+            result = Result(findings=[dataclasses.asdict(unreadable)])
         with self._changed:
-            if self._results.setdefault(rank, found) != found:
+            if self._results.setdefault(rank, result) != result:
                 self.duplicate_ranks.add(rank)
             self._changed.notify_all()
 
@@ -252,7 +242,7 @@ class Network:
 
     @contextlib.contextmanager
     def _noting(self, result: Result, rank: int) -> Any:
-        """Notes why a worker cannot be reached, if the block finds out."""
+        """A context that notes its error as the reason why a worker cannot be reached."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -267,7 +257,7 @@ class Network:
                 connected = socket.create_connection((host, port), _CALL_S)
                 connection = _Connection(TcpMessageConnection(connected))
                 self._connections[rank] = connection
-                connection.prove(self.key_of(rank), str(self._cluster.rank))
+                connection.authenticate(self.key_of(rank), str(self._cluster.rank))
                 result.rtt_ms[str(rank)], result.clock_s[str(rank)] = connection.ping()
                 result.errors.pop(str(rank), None)
                 return
@@ -286,7 +276,7 @@ class Network:
         try:
             while True:
                 answer = self._answer(rank, messages, asked)
-                messages.limit(2 * self._wait_s + _MORE_S)
+                messages.limit(self._verdict_wait_s)
                 messages.send(answer)
                 asked = messages.expect()
         finally:
@@ -301,7 +291,7 @@ class Network:
         if what == "ping":
             return {"time": time.time()}
         if what == "port":
-            return {"port": self._free.getsockname()[1]}
+            return {"port": self._free_listener.getsockname()[1]}
         if what == "load":
             size = asked.get("bytes")
             if type(size) is not int or not 0 <= size <= _MANY_BYTES:
@@ -312,16 +302,14 @@ class Network:
         if what == "result" and rank == 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._result is not None, self._wait_s)
-                found = self._result
-            return {"result": None if found is None else dataclasses.asdict(found)}
+                result = self._result
+            return {"result": None if result is None else dataclasses.asdict(result)}
         if what == "take" and is_chief:
             self._take_result(rank, asked.get("result"))
             return {}
         if what == "verdict" and is_chief:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._verdict is not None, 2 * self._wait_s + _MORE_S
-                )
+                self._changed.wait_for(lambda: self._verdict is not None, self._verdict_wait_s)
                 return {"verdict": self._verdict}
         if what == "decide" and rank == 0:
             self._take_verdict(asked.get("verdict"))
@@ -341,9 +329,9 @@ class _Connection:
         """Ends the connection, also for a thread that waits on it."""
         self._messages.close()
 
-    def prove(self, key: bytes, name: str) -> None:
+    def authenticate(self, key: bytes, name: str) -> None:
         """Proves that this worker belongs to the job, and checks that the other one does."""
-        prove(self._messages, key, name, _MOST_BYTES)
+        authenticate(self._messages, key, name, _MOST_BYTES)
 
     def ask(self, what: str, *, wait_s: float = _CALL_S, **values: Any) -> dict[str, Any]:
         """Returns the answer to a question."""
@@ -424,9 +412,11 @@ def holder_of(port: int) -> str:
     """Returns the program that listens at a port of this machine, in words."""
     try:
         listening = [
-            each.pid
-            for each in psutil.net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr.port == port
         ]
         pid = next(filter(None, listening), None)
         if pid is not None:

@@ -48,19 +48,19 @@ def result_of(values: Any, size: int) -> Result:
     Raises:
         ValueError: the values have another form.
     """
-    found = json_values.build(Result, values)
+    result = json_values.build(Result, values)
     ranks = {str(rank) for rank in range(size)}
     for name in ("rtt_ms", "mb_s", "clock_s", "errors"):
-        if not getattr(found, name).keys() <= ranks:
+        if not getattr(result, name).keys() <= ranks:
             raise ValueError(f"{name} names a worker that the job does not have")
     for name, least in (("rtt_ms", 0.0), ("mb_s", 0.0), ("clock_s", -_LARGEST)):
-        if not all(least <= each <= _LARGEST for each in getattr(found, name).values()):
+        if not all(least <= number <= _LARGEST for number in getattr(result, name).values()):
             raise ValueError(f"{name} has a number out of its range")
-    if len(found.facts) > _MOST_FACTS or len(found.findings) > _MOST_FINDINGS:
+    if len(result.facts) > _MOST_FACTS or len(result.findings) > _MOST_FINDINGS:
         raise ValueError("too many facts or findings")
-    found.facts = {_text(name): _fact(value) for name, value in found.facts.items()}
-    found.errors = {rank: _text(why) for rank, why in found.errors.items()}
-    return found
+    result.facts = {_text(name): _fact(value) for name, value in result.facts.items()}
+    result.errors = {rank: _text(why) for rank, why in result.errors.items()}
+    return result
 
 
 def _fact(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Sums over all devices, and trains for some seconds on one device and on all of them.
 
-Every worker runs this code. What it finds goes to the chief at the end, by a collective.
+Every worker runs this code. At the end a collective sends the findings of all workers to the chief.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor.cuda import cuda_findings, installed_wheels, needs_of_tensorflow
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
 from tfmulti.doctor.gpus import Utilization, driver
-from tfmulti.doctor.trust import doors_finding, own_doors
+from tfmulti.doctor.trust import open_ports_finding, own_open_ports
 from tfmulti.run import validation
 from tfmulti.run.setup import Setup, set_up
 
@@ -85,16 +85,16 @@ def check_training(
     )
     setup = set_up(validation.check(digits, cluster, env))
     times = all_reduce_times(setup.strategy, _SUM_SIZES) if setup.placement.replicas > 1 else ()
-    network = fit_network([(setup.placement.replicas, *each) for each in times])
+    network = fit_network([(setup.placement.replicas, size, s) for size, s in times])
     findings = [
         Finding("strategy", OK, f"{setup.selection.strategy}: {setup.selection.why}"),
-        *_doors(setup),
+        *_open_ports(setup),
         *_seen_gpus(env),
         *_sums(setup, links, times),
         *_learns(setup),
         *_speed(set_up(validation.check(_measured(config, setup), cluster, env)), network),
     ]
-    return _of_all(setup, findings)
+    return _findings_of_all(setup, findings)
 
 
 def _measured(config: FitConfig, setup: Setup) -> FitConfig:
@@ -112,35 +112,37 @@ def _measured(config: FitConfig, setup: Setup) -> FitConfig:
     )
 
 
-def _of_all(setup: Setup, findings: list[Finding]) -> list[Finding]:
-    """Returns the findings of all workers, without those that say the same about several."""
-    placement = setup.placement
-    data = json.dumps([asdict(each) for each in findings]).encode()
-    found: list[Finding] = []
+def _findings_of_all(setup: Setup, own_findings: list[Finding]) -> list[Finding]:
+    """Returns the findings of this worker, and the problems that the other workers have found."""
+    data = json.dumps([asdict(finding) for finding in own_findings]).encode()
+    findings: list[Finding] = []
     for rank, sent in enumerate(gather_bytes(setup.strategy, data)):
-        if rank == placement.rank:
-            found += findings
-        else:
-            # The chief reports what is measured over all workers.
-            others = findings_of(json_values.parse(sent or b"[]"), rank)
-            found += [each for each in others if each.status != OK and each.check != "throughput"]
-    return found
+        if rank == setup.placement.rank:
+            findings += own_findings
+            continue
+        findings += [
+            finding
+            for finding in findings_of(json_values.parse(sent or b"[]"), rank)
+            # Every worker measures the throughput of the whole job, and the chief reports it.
+            if finding.status != OK and finding.check != "throughput"
+        ]
+    return findings
 
 
-def _doors(setup: Setup) -> list[Finding]:
-    """Returns at which addresses the workers listen, on the chief."""
+def _open_ports(setup: Setup) -> list[Finding]:
+    """Returns on the chief at which addresses the workers listen, and nothing on the others."""
     if setup.placement.workers == 1:
         return []
-    sent = gather_bytes(setup.strategy, json.dumps(own_doors()).encode())
+    sent_by_rank = gather_bytes(setup.strategy, json.dumps(own_open_ports()).encode())
     if setup.placement.rank:
         return []
-    doors = [
-        # The address of another machine is shown, so it must be one.
-        [(str(ip_address(ip)), int(port)) for ip, port in json_values.parse(each or b"[]")]
-        for each in sent
+    open_ports = [
+        # The report shows what another machine has sent, so it must be an address.
+        [(str(ip_address(ip)), int(port)) for ip, port in json_values.parse(sent or b"[]")]
+        for sent in sent_by_rank
     ]
-    ports = [int(address.rpartition(":")[2]) for address in setup.placement.addresses]
-    return [doors_finding(doors, ports)]
+    grpc_ports = [int(address.rpartition(":")[2]) for address in setup.placement.addresses]
+    return [open_ports_finding(open_ports, grpc_ports)]
 
 
 def _seen_gpus(env: Mapping[str, str]) -> list[Finding]:
@@ -148,11 +150,11 @@ def _seen_gpus(env: Mapping[str, str]) -> list[Finding]:
     expected, seen = len(visible_gpus(env)), len(tf.config.list_physical_devices("GPU"))
     if not expected and not seen:
         return []
-    build, on = tf.sysconfig.get_build_info(), driver()
-    newest = None if on is None else on[1]
+    build, installed_driver = tf.sysconfig.get_build_info(), driver()
+    newest_cuda = installed_driver[1] if installed_driver else None
     return [
         seen_gpus_finding(expected, seen, build),
-        *cuda_findings(build, newest, needs_of_tensorflow(), installed_wheels()),
+        *cuda_findings(build, newest_cuda, needs_of_tensorflow(), installed_wheels()),
     ]
 
 
@@ -188,8 +190,8 @@ def _sums(
     def total() -> Any:
         def on_replica() -> tf.Tensor:
             context = tf.distribute.get_replica_context()
-            own = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.fill([1000], own))
+            number = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.fill([1000], number))
 
         return strategy.experimental_local_results(strategy.run(on_replica))
 
@@ -207,12 +209,12 @@ def wrong_sum(sums: Sequence[np.ndarray], replicas: int) -> Finding | None:
     """
     expected = replicas * (replicas + 1) / 2
     for index, values in enumerate(sums):
-        off = values[values != np.float32(expected)]
-        if off.size:
+        wrong = values[values != np.float32(expected)]
+        if wrong.size:
             return Finding(
                 "all-reduce",
                 FAILED,
-                f"device {index} has the sum {off[0]:g}",
+                f"device {index} has the sum {wrong[0]:g}",
                 f"the sum over {replicas} devices is {expected:g}",
                 "Look at this device; on GPUs try NCCL_P2P_DISABLE=1.",
             )
@@ -235,7 +237,7 @@ def all_reduce_finding(
     """
     size, seconds = measured
     speed = f"{size / 1e6:.3g} MB over {replicas} devices in {1000 * seconds:.3g} ms"
-    slowest = min((each["mb_s"] for each in links), default=math.inf)
+    slowest = min((link["mb_s"] for link in links), default=math.inf)
     if workers == 1 or not links:
         return Finding("all-reduce", OK, speed)
     # Each worker sends its part to all others at least once.
@@ -327,10 +329,10 @@ def _speed(setup: Setup, network: NetworkModel | None) -> list[Finding]:
         speed = phase.examples / phase.seconds
         measured = f"{setup.config.model}: {speed:,.0f} examples/s on one device"
         return [Finding("throughput", OK, measured), *_busy(setup, used.mean)]
-    one = without_peers(setup, rows)
+    alone_model = without_peers(setup, rows)
     executions = agreed(setup, model, warm, None, _MEASURED_S)
     with Utilization() as used:
-        together, _, alone = in_turns(setup, model, one, executions)
+        together, _, alone = in_turns(setup, model, alone_model, executions)
     assert alone is not None
     findings = [_throughput(setup, model, network, together, alone), *_busy(setup, used.mean)]
     return findings + _stragglers(setup, alone) + _memory(setup)
@@ -345,7 +347,7 @@ def _throughput(
 ) -> Finding:
     """Returns the examples a second of one and of all devices, with advice if more are slower."""
     placement = setup.placement
-    at = Situation(
+    situation = Situation(
         name=f"{placement.replicas} devices",
         kind="workers" if placement.workers > 1 else "replicas",
         devices=placement.replicas,
@@ -358,34 +360,34 @@ def _throughput(
         gpus=bool(placement.gpus),
     )
     return throughput_finding(
-        at, alone.examples / alone.seconds, together.examples / together.seconds
+        situation, alone.examples / alone.seconds, together.examples / together.seconds
     )
 
 
-def throughput_finding(at: Situation, one: float, every: float) -> Finding:
+def throughput_finding(situation: Situation, one_device: float, all_devices: float) -> Finding:
     """Returns whether all devices train faster than one, with advice if they do not.
 
     Args:
-        at: what was measured with all devices.
-        one: the examples that one device trains in a second.
-        every: those of all devices together.
+        situation: the measurement with all devices.
+        one_device: the examples that one device trains in a second.
+        all_devices: the examples that all devices together train in a second.
     """
+    count = situation.devices
     measured = (
-        f"{at.run.model}: {one:,.0f} examples/s on one device, {every:,.0f} on "
-        f"{at.devices} ({every / one / at.devices:.0%} of {at.devices} ×)"
+        f"{situation.run.model}: {one_device:,.0f} examples/s on one device, "
+        f"{all_devices:,.0f} on {count} ({all_devices / one_device / count:.0%} of {count} ×)"
     ).replace("%", " %")
-    if every >= one:
+    if all_devices >= one_device:
         return Finding("throughput", OK, measured)
-    return Finding(
-        "throughput", WARNING, measured, "more devices are faster", "; ".join(limits(at)) + "."
-    )
+    advice = "; ".join(limits(situation)) + "."
+    return Finding("throughput", WARNING, measured, "more devices are faster", advice)
 
 
 def _busy(setup: Setup, used: Mapping[int, float]) -> list[Finding]:
     """Returns the GPUs of this worker that did nothing, or that are slower than the others."""
     if used or not setup.placement.gpus:
         return idle_findings(used, set(map(str, visible_gpus({}))))
-    # NVIDIA's library does not tell it, as for MIG devices.
+    # NVIDIA's library does not tell the use of some devices, such as MIG devices.
     return device_findings(device_times_ms(setup.placement.gpus))
 
 
@@ -402,7 +404,7 @@ def idle_findings(used: Mapping[int, float], visible: Collection[str]) -> list[F
             WARNING,
             f"it was busy for {percent:.0f} % of the time",
             f"more than {_IDLE_PERCENT:g} % while a model trains",
-            "Give --replicas so many as there are GPUs, and a larger --global_batch_size.",
+            "Set --replicas to the number of GPUs, and give a larger --global_batch_size.",
         )
         for index, percent in used.items()
         if str(index) in visible and percent < _IDLE_PERCENT
@@ -438,50 +440,53 @@ def device_findings(times_ms: Sequence[float]) -> list[Finding]:
     Args:
         times_ms: the time of the same work on each device.
     """
-    usual = statistics.median_low(times_ms)
-    found = [
+    median_ms, slow = _slow_ones(times_ms)
+    return [
         Finding(
             f"device {index}",
             WARNING,
-            f"the same work takes it {took:.3g} ms, and the median device {usual:.3g} ms",
+            f"the same work takes it {time_ms:.3g} ms, and the median device {median_ms:.3g} ms",
             f"less than {_STRAGGLER:g} × the median: every step waits for the slowest device",
             "Look for other programs on it and for heat, or leave it out: CUDA_VISIBLE_DEVICES.",
         )
-        for index, took in enumerate(times_ms)
-        if took > max(_STRAGGLER * usual, usual + _STRAGGLER_MS)
-    ]
-    measured = ", ".join(f"{took:.3g}" for took in times_ms)
-    return found or [Finding("devices", OK, f"the same work takes the devices {measured} ms")]
+        for index, time_ms in slow.items()
+    ] or [Finding("devices", OK, f"the same work takes the devices {_in_words(times_ms)} ms")]
+
+
+def _slow_ones(times_ms: Sequence[float]) -> tuple[float, dict[int, float]]:
+    """Returns the median of some times, and those that are much longer, by index."""
+    # The usual median of two times is between them, and so hides a slow one.
+    median_ms = statistics.median_low(times_ms)
+    limit_ms = max(_STRAGGLER * median_ms, median_ms + _STRAGGLER_MS)
+    return median_ms, {i: time_ms for i, time_ms in enumerate(times_ms) if time_ms > limit_ms}
+
+
+def _in_words(times_ms: Sequence[float]) -> str:
+    """Returns times as a list in words."""
+    return ", ".join(f"{time_ms:.3g}" for time_ms in times_ms)
 
 
 def _stragglers(setup: Setup, alone: Phase) -> list[Finding]:
-    """Returns the workers that compute much slower than the others, on the chief."""
+    """Returns on the chief the workers that compute much slower than the others."""
     if setup.placement.workers == 1:
         return []
-    own = np.float64(alone.working_ms).tobytes()
-    times = [
-        float(np.frombuffer(each or b"", np.float64)[0])
-        for each in gather_bytes(setup.strategy, own)
-    ]
+    sent_by_rank = gather_bytes(setup.strategy, np.float64(alone.working_ms).tobytes())
     if setup.placement.rank:
         return []
-    # With two workers the median would be between them.
-    usual = statistics.median_low(times)
-    found = [
+    times_ms = [float(np.frombuffer(sent or b"", np.float64)[0]) for sent in sent_by_rank]
+    median_ms, slow = _slow_ones(times_ms)
+    return [
         Finding(
             "straggler",
             WARNING,
-            f"{setup.placement.addresses[rank]} computes a step in {time:.3g} ms, the "
-            f"median worker in {usual:.3g} ms",
+            f"{setup.placement.addresses[rank]} computes a step in {time_ms:.3g} ms, the "
+            f"median worker in {median_ms:.3g} ms",
             f"less than {_STRAGGLER:g} × the median: every step waits for the slowest worker",
             "Look for other programs, heat and fewer cores there, or leave the machine out.",
             rank,
         )
-        for rank, time in enumerate(times)
-        if time > max(_STRAGGLER * usual, usual + _STRAGGLER_MS)
-    ]
-    measured = ", ".join(f"{time:.3g}" for time in times)
-    return found or [Finding("computing", OK, f"a step takes the workers {measured} ms")]
+        for rank, time_ms in slow.items()
+    ] or [Finding("computing", OK, f"a step takes the workers {_in_words(times_ms)} ms")]
 
 
 def _memory(setup: Setup) -> list[Finding]:
@@ -497,22 +502,19 @@ def _memory(setup: Setup) -> list[Finding]:
         used, what = [psutil.Process().memory_info().rss], "processes"
     else:
         return [Finding("device memory", OK, "logical CPU devices share that of the process")]
-    every = [
-        int(each)
-        for sent in gather_bytes(setup.strategy, np.array(used, np.int64).tobytes())
-        for each in np.frombuffer(sent or b"", np.int64)
-    ]
-    return [memory_finding(every, what)]
+    sent_by_rank = gather_bytes(setup.strategy, np.array(used, np.int64).tobytes())
+    used_by_all = np.frombuffer(b"".join(sent or b"" for sent in sent_by_rank), np.int64)
+    return [memory_finding(used_by_all.tolist(), what)]
 
 
 def memory_finding(used: Sequence[int], what: str) -> Finding:
     """Returns whether all devices use about as much memory.
 
     Args:
-        used: the bytes of each device.
-        what: what uses them, in the plural.
+        used: the bytes that each device or process uses.
+        what: `devices` or `processes`.
     """
-    shown = ", ".join(f"{each / 2**20:,.0f}" for each in used)
+    shown = ", ".join(f"{size / 2**20:,.0f}" for size in used)
     return Finding(
         "device memory",
         OK if max(used) <= _UNEVEN * min(used) else WARNING,

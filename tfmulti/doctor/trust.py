@@ -1,7 +1,7 @@
 """Looks at who may take part in a job of several workers: open ports, and the job's secret.
 
 `check_trust` tells who reaches TensorFlow's servers before they have started. While the job trains,
-`doors_finding` lists the addresses at which the workers do listen.
+`open_ports_finding` lists the addresses at which the workers do listen.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import psutil
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.job_secret import SECRET, secret_of
+from tfmulti.cluster.layout import address_of
 from tfmulti.cluster.listening import is_loopback, is_one_machine
 from tfmulti.doctor.finding import OK, WARNING, Finding
 
-# An address and a port.
-Door = tuple[str, int]
-_SHOWN, _SHOWN_DOORS = 4, 8
-_ALL = ("0.0.0.0", "::")
+# A numeric address and a port.
+OpenPort = tuple[str, int]
+_SHOWN, _SHOWN_PORTS = 4, 8
+_ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 def check_trust(
@@ -33,62 +34,67 @@ def check_trust(
         addresses: the numeric addresses of this machine; see `own_addresses`.
     """
     is_one = is_one_machine(cluster.hosts)
-    return [_open_ports(cluster, is_one, addresses), *([] if is_one else [_secret(env)])]
+    return [_grpc_ports(cluster, is_one, addresses), *([] if is_one else [_secret(env)])]
 
 
 def own_addresses() -> list[str]:
     """Returns the numeric addresses of all interfaces that this process sees."""
     return [
-        each.address
+        address.address
         for interface in psutil.net_if_addrs().values()
-        for each in interface
-        if each.family in (socket.AF_INET, socket.AF_INET6)
+        for address in interface
+        if address.family in (socket.AF_INET, socket.AF_INET6)
     ]
 
 
-def own_doors() -> list[Door]:
+def own_open_ports() -> list[OpenPort]:
     """Returns the addresses and ports at which this process listens."""
     return sorted(
-        (each.laddr.ip, each.laddr.port)
-        for each in psutil.Process().net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.laddr
+        (connection.laddr.ip, connection.laddr.port)
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr
     )
 
 
-def doors_finding(doors: Sequence[Sequence[Door]], ports: Sequence[int]) -> Finding:
+def open_ports_finding(
+    open_ports: Sequence[Sequence[OpenPort]], grpc_ports: Sequence[int]
+) -> Finding:
     """Returns at which addresses the workers listen, with a warning for those that are unexpected.
 
     TensorFlow's gRPC server listens on all interfaces at the worker's own port. Another finding
     says who may reach it.
 
     Args:
-        doors: the addresses and ports at which each worker listens, by rank.
-        ports: the port of each worker, at which TensorFlow's gRPC server listens, by rank.
+        open_ports: the addresses and ports at which each worker listens, by rank.
+        grpc_ports: the port of TensorFlow's gRPC server of each worker, by rank.
     """
-    per_worker, others = [], []
-    for rank, (own, port) in enumerate(zip(doors, ports, strict=True)):
+    per_worker, unexpected = [], []
+    for rank, (of_worker, grpc_port) in enumerate(zip(open_ports, grpc_ports, strict=True)):
         shown = [
-            (f"[{ip}]:{at}" if ":" in ip else f"{ip}:{at}") + (" (gRPC)" if at == port else "")
-            for ip, at in own
+            address_of(ip, port) + (" (gRPC)" if port == grpc_port else "")
+            for ip, port in of_worker
         ]
         per_worker.append(f"worker {rank} listens at {', '.join(shown) or 'none'}")
-        others += [(rank, at) for ip, at in own if ip in _ALL and at != port]
-    measured = "; ".join(per_worker[:_SHOWN_DOORS]) + (
-        "; …" if len(per_worker) > _SHOWN_DOORS else ""
-    )
-    if not others:
-        return Finding("doors", OK, measured)
-    named = ", ".join(f"{port} of worker {rank}" for rank, port in others[:_SHOWN_DOORS])
+        unexpected += [
+            f"{port} of worker {rank}"
+            for ip, port in of_worker
+            if ip in _ALL_INTERFACES and port != grpc_port
+        ]
+    more = "; …" if len(per_worker) > _SHOWN_PORTS else ""
+    measured = "; ".join(per_worker[:_SHOWN_PORTS]) + more
+    if not unexpected:
+        return Finding("open ports", OK, measured)
+    named = ", ".join(unexpected[:_SHOWN_PORTS])
     return Finding(
-        "doors",
+        "open ports",
         WARNING,
         f"{measured}: port {named} is open to all interfaces",
         "a worker listens on all interfaces only at the port of TensorFlow's gRPC server",
-        "Look which library of the program opens it, or close it by a firewall.",
+        "Find the library of the program that opens it, or close it by a firewall.",
     )
 
 
-def _open_ports(cluster: Cluster, is_one: bool, addresses: Iterable[str]) -> Finding:
+def _grpc_ports(cluster: Cluster, is_one: bool, addresses: Iterable[str]) -> Finding:
     """Returns whether only the job reaches the ports of TensorFlow's servers."""
     if all(map(is_loopback, addresses)):
         return Finding("gRPC ports", OK, "nothing outside of this network reaches them")

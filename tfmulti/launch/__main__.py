@@ -43,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments of the command line. None: those of this process.
     """
-    given = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: supervisor.run(flags.parse(given, __doc__ or ""), command=given))
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code_of(
+        lambda: supervisor.run(flags.parse(arguments, __doc__ or ""), command=arguments)
+    )
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ def reserved(count: int, host: str = LOOPBACK) -> Iterator[list[str]]:
     """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # A host name may resolve to another interface, so all interfaces are reserved.
-            held.bind((host if host == LOOPBACK else "", 0))
-        yield [f"{host}:{held.getsockname()[1]}" for held in sockets]
+            sock.bind((host if host == LOOPBACK else "", 0))
+        yield [f"{host}:{sock.getsockname()[1]}" for sock in sockets]
 
 
 def answers(address: str, timeout_s: float = 0.2) -> bool:

@@ -45,10 +45,9 @@ POLL_S = 0.1
 # The longest time between two messages to the launcher.
 REPORT_S = 1.0
 
-# The prefixes of the variables that go to the other machines. A worker's program may depend on
-# these variables, and they mean the same on each machine of a job.
+# The launcher sends the variables with these prefixes to the other machines. A worker's program may
+# depend on them, and they mean the same on each machine of a job.
 FORWARDED = ("PYTHON", "TF_", "TFMULTI_", "KERAS_", "XLA_", "GRPC_", "NCCL_", "OMP_", "MKL_")
-
 
 # The fields of a StartRequest that are whole numbers.
 _NUMBERS = ("rank", "local_rank", "local_world", "attempt", "gpus")
@@ -63,7 +62,7 @@ def serve(
     connection: MessageConnection,
     config: LaunchConfig | None,
     env: Mapping[str, str],
-    first: dict[str, Any] | None = None,
+    first_message: dict[str, Any] | None = None,
 ) -> int | None:
     """Does what a launcher asks for, until the job or the connection ends.
 
@@ -72,7 +71,7 @@ def serve(
         config: the configuration of the command that was started by hand here. None: the launcher
             sends it.
         env: the environment of this machine's workers.
-        first: the launcher's first message, if it was received already.
+        first_message: the launcher's first message, if it was received already.
 
     Returns:
         The exit code of the job, or None if the launcher is gone or the job cannot run here.
@@ -80,14 +79,14 @@ def serve(
     Raises:
         ConfigError: the launcher refuses this machine, or the folder of the lock is not safe.
     """
-    first = first or connection.receive()
-    if first is not None and "fails" in first:
-        raise ConfigError(first["fails"])
-    if first is not None and type(first.get("ended")) is int:
-        return int(first["ended"])
-    if first is None or "begin" not in first:
+    message = first_message or connection.receive() or {}
+    if "fails" in message:
+        raise ConfigError(message["fails"])
+    if type(message.get("ended")) is int:
+        return int(message["ended"])
+    if "begin" not in message:
         return None
-    begin = first["begin"]
+    begin = message["begin"]
     try:
         lock_name = f"{begin['run_id']}-{begin['name']}"
         if config is None:
@@ -151,8 +150,8 @@ def _own_folder() -> Path:
     path = Path(tempfile.gettempdir()) / f"tfmulti-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    about = path.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(f"{path} is not this user's own folder. Remove it, or set TMPDIR.")
     return path
 
@@ -182,7 +181,7 @@ class Agent:
     def __init__(self, connection: MessageConnection, machine: LocalMachine, folder: Path) -> None:
         self._connection, self._machine, self._folder = connection, machine, folder
         self._requests: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._stop_signal: int | None = None
 
     def run(self) -> int | None:
@@ -200,10 +199,10 @@ class Agent:
         self._connection.send({"hello": {"cores": self._machine.cores, "gpus": self._machine.gpus}})
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._end_if_stuck, daemon=True).start()
-        sent: list[WorkerStatus] | None = None
-        sent_s = 0.0
+        reported: list[WorkerStatus] | None = None
+        reported_s = 0.0
         parent = os.getppid()
-        while time.monotonic() - self._heard_s < LOST_S:
+        while time.monotonic() - self._last_message_s < LOST_S:
             if os.getppid() != parent:
                 # The process that started this agent was killed.
                 return None
@@ -216,15 +215,15 @@ class Agent:
                     code = request.get("code")
                     return code if type(code) is int else 1
                 # The request may change the status, so the status is sent again below.
-                sent = None
+                reported = None
                 if not self._handle(request):
                     return None
             statuses = self._machine.statuses()
             if self._stop_signal is not None and not any(status.runs for status in statuses):
                 self._report({})
                 return 128 + self._stop_signal
-            if statuses != sent or time.monotonic() - sent_s > REPORT_S:
-                sent, sent_s = statuses, time.monotonic()
+            if statuses != reported or time.monotonic() - reported_s > REPORT_S:
+                reported, reported_s = statuses, time.monotonic()
                 if not self._report({}):
                     return None
         return None
@@ -240,7 +239,7 @@ class Agent:
 
         The main thread may hang in a write, because the launcher does not read any more.
         """
-        while time.monotonic() - self._heard_s < LOST_S + 2:
+        while time.monotonic() - self._last_message_s < LOST_S + 2:
             time.sleep(0.5)
         os._exit(1)
 
@@ -295,7 +294,7 @@ class Agent:
     def _listen(self) -> None:
         """Queues all requests until the connection ends, in the receiver thread."""
         while (message := self._connection.receive()) is not None:
-            self._heard_s = time.monotonic()
+            self._last_message_s = time.monotonic()
             if message.get("do") != "ping":
                 self._requests.put(message)
         self._requests.put(None)

@@ -138,6 +138,11 @@ class LaunchConfig:
         """Whether the user starts the command by hand on each machine."""
         return self.node_rank is not None and bool(self.hosts or self.hostfile)
 
+    @property
+    def hosts_may_change(self) -> bool:
+        """Whether other machines may be named while the job runs."""
+        return bool(self.hostfile or self.discovery)
+
 
 def check_devices(workers: int, gpus: int, where: str = "this machine") -> None:
     """Checks that the workers of a machine can share its GPUs evenly.

@@ -5,7 +5,7 @@ the standard input and output of that command.
 
 If the user starts the command by hand on each machine, the first machine runs the launcher and
 listens at the master port. Every other machine connects to that port and serves as an agent. Both
-sides prove that they know the secret of the job, and sign their messages (see `cluster.door`). The
+sides prove that they know the secret of the job, and sign their messages (`cluster.handshake`). The
 other machine sends the command of its workers, which must be that of the first machine. The
 protocol of `remote_machine` follows.
 """
@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from tfmulti.cluster.door import Door, Stranger, prove
+from tfmulti.cluster.handshake import HandshakeError, HandshakeServer, authenticate
 from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import MessageConnection, TcpMessageConnection
@@ -52,10 +52,14 @@ _NO_PROOF = (
 
 # Exit codes of the process that serves the first machine: the connection was lost, it ended before
 # the job began, or the other side does not know the secret.
-_GONE, _NOT_BEGUN, _STRANGE = 75, 76, 77
+_LOST, _NOT_BEGUN, _WRONG_PROOF = 75, 76, 77
 
-# Messages of SSH about errors that do not pass by waiting.
-_HOPELESS = ("Permission denied", "Host key verification failed", "Could not resolve hostname")
+# SSH's messages about errors that another try does not remove.
+_PERMANENT_ERRORS = (
+    "Permission denied",
+    "Host key verification failed",
+    "Could not resolve hostname",
+)
 
 
 def begin_of(
@@ -137,12 +141,12 @@ def over_ssh(
     assert ssh.stdout is not None
     assert ssh.stderr is not None
     lines: list[str] = []
-    listener = threading.Thread(target=_collect_lines, args=(ssh.stderr, lines), daemon=True)
-    listener.start()
+    stderr_reader = threading.Thread(target=_collect_lines, args=(ssh.stderr, lines), daemon=True)
+    stderr_reader.start()
 
     def reason() -> str:
         # The last line that the agent has written to standard error, or else SSH or srun.
-        listener.join(1.0)
+        stderr_reader.join(1.0)
         by_agent = [line for line in lines if not line.startswith("srun:")]
         return (by_agent or lines or [""])[-1]
 
@@ -162,7 +166,7 @@ def over_ssh(
     except Unreachable as error:
         close()
         message = reason()
-        if any(text in message for text in _HOPELESS):
+        if any(text in message for text in _PERMANENT_ERRORS):
             raise ConfigError(
                 f"{host.name} does not let SSH in: {message}. Make `{config.ssh} {host.name} true` "
                 "work without a prompt."
@@ -202,14 +206,14 @@ class JoinListener:
 
     Args:
         config: the job.
-        own: the name under which the other machines reach this one.
+        own_name: the name under which the other machines reach this one.
         names: the names of all machines.
 
     Raises:
         ConfigError: the port is not free.
     """
 
-    def __init__(self, config: LaunchConfig, own: str, names: Sequence[str]) -> None:
+    def __init__(self, config: LaunchConfig, own_name: str, names: Sequence[str]) -> None:
         self._config = config
         self._waiting: dict[str, TcpMessageConnection] = {}
         # Why each machine that `accept_machine` was asked for was refused; empty if it was not.
@@ -217,9 +221,12 @@ class JoinListener:
         self._lock = threading.Lock()
         try:
             hosts = [name.strip("[]") for name in names]
-            server = listen(own.strip("[]"), hosts, config.master_port)
-            key = config.secret.encode()
-            self._door = Door(server, key, self._enter, refuse=self._refuse_stranger)
+            self._server = HandshakeServer(
+                listen(own_name.strip("[]"), hosts, config.master_port),
+                config.secret.encode(),
+                self._add,
+                on_wrong_proof=self._refuse_wrong_proof,
+            )
         except OSError as error:
             raise ConfigError(
                 f"--master-port {config.master_port}: {error.strerror}. Give another port, the "
@@ -255,14 +262,14 @@ class JoinListener:
         Args:
             code: the exit code of the job.
         """
-        self._door.close()
+        self._server.close()
         with self._lock:
             for connection in self._waiting.values():
                 with contextlib.suppress(OSError):
                     connection.send({"ended": code})
                 connection.close()
 
-    def _enter(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
+    def _add(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
         """Keeps a connection for `accept_machine` if its machine runs the same program.
 
         A new connection of a machine replaces the one that waits under the same name.
@@ -284,7 +291,7 @@ class JoinListener:
         if before is not None:
             before.close()
 
-    def _refuse_stranger(self, name: str) -> None:
+    def _refuse_wrong_proof(self, name: str) -> None:
         """Notes that a caller has used the name of a machine without knowing the secret."""
         reason = (
             f"a program that claims to be this machine does not know the job's secret ({SECRET})"
@@ -324,12 +331,12 @@ def join_job(config: LaunchConfig, first: Host, name: str, env: Mapping[str, str
         else:
             sock.settimeout(None)
             code = _serve_in_child(sock, config, name, env)
-            if code not in (None, _GONE, _STRANGE):
+            if code not in (None, _LOST, _WRONG_PROOF):
                 return code
-            if code == _STRANGE and reason != _NO_PROOF:
+            if code == _WRONG_PROOF and reason != _NO_PROOF:
                 reason = _NO_PROOF
                 say(f"{first.name}:{config.master_port}: {reason}; it is tried again")
-            if code == _GONE:
+            if code == _LOST:
                 say(f"lost {first.name}: all workers here are ended, and it is tried again")
                 deadline = time.monotonic() + config.start_timeout_s
         if time.monotonic() > deadline:
@@ -346,12 +353,14 @@ def _serve_in_child(
 ) -> int | None:
     """Serves the first machine over one connection, in a process of its own.
 
-    When that process ends, its guard ends all workers. The result is the exit code of the job,
-    _GONE if the connection was lost, _STRANGE if the other side does not know the secret, or None
-    if the job did not begin.
+    When that process ends, its guard ends all workers. The result is the exit code of the job, or
+    None if the job did not begin. It is _LOST if the connection was lost, and _WRONG_PROOF if the
+    other side does not know the secret.
     """
-    asked: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: asked.append(n)) for number in STOPPING}
+    received: list[int] = []
+    old_handlers = {
+        number: signal.signal(number, lambda n, _: received.append(n)) for number in STOPPING
+    }
     child = os.fork()
     if child == 0:
         # The terminal sends Ctrl-C to the parent alone, which passes it on as SIGTERM.
@@ -361,29 +370,29 @@ def _serve_in_child(
         try:
             os._exit(_serve_once(sock, config, name, env))
         finally:
-            os._exit(_GONE)
+            os._exit(_LOST)
     sock.close()
     try:
-        status = _wait(child, asked)
+        status = _wait(child, received)
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    if asked:
-        return 128 + asked[0]
+    if received:
+        return 128 + received[0]
     code = os.waitstatus_to_exitcode(status)
-    return None if code == _NOT_BEGUN else _GONE if code < 0 else code
+    return None if code == _NOT_BEGUN else _LOST if code < 0 else code
 
 
-def _wait(child: int, asked: list[int]) -> int:
+def _wait(child: int, received: list[int]) -> int:
     """Waits for a child process and returns its status; sends it SIGTERM if a signal arrives here.
 
-    `asked` is the list to which the signal handlers append.
+    The signal handlers append to `received`.
     """
-    passed_on = False
+    is_told = False
     while True:
-        if asked and not passed_on:
+        if received and not is_told:
             os.kill(child, signal.SIGTERM)
-            passed_on = True
+            is_told = True
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return status
@@ -396,9 +405,9 @@ def _serve_once(
     """Serves the first machine over one connection, and returns the exit code for this process."""
     connection = TcpMessageConnection(sock)
     try:
-        prove(connection, config.secret.encode(), name)
-    except Stranger:
-        return _STRANGE
+        authenticate(connection, config.secret.encode(), name)
+    except HandshakeError:
+        return _WRONG_PROOF
     except OSError:
         return _NOT_BEGUN
     connection.send({"program": "\0".join(config.program)})
@@ -412,4 +421,4 @@ def _serve_once(
     except ConfigError as error:
         print_error(error)
         return EXIT_USER
-    return _GONE if code is None else code
+    return _LOST if code is None else code

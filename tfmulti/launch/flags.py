@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -26,134 +25,84 @@ STREAMS: dict[str, tuple[str, ...]] = {
     "3": ("stdout", "stderr"),
 }
 
+_SHORT = {"module": "-m", "tee": "-t", "redirects": "-r"}
 
-_FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
+# The default of each flag that has one, as text.
+_DEFAULTS = {"tee": "3", "redirects": "0"} | {
+    flag: str(getattr(LaunchConfig, field)).removesuffix(".0")
+    for flag, field in (
+        ("nproc-per-node", "per_node"),
+        ("master-port", "master_port"),
+        ("ssh", "ssh"),
+        ("max-restarts", "max_restarts"),
+        ("monitor-interval", "monitor_interval_s"),
+        ("start-timeout", "start_timeout_s"),
+        ("shutdown-grace-s", "shutdown_grace_s"),
+        ("stall-timeout-s", "stall_timeout_s"),
+    )
+}
 
-
-def _default(name: str) -> str:
-    """Returns the default of a field of LaunchConfig as a flag's text."""
-    value = _FIELDS[name].default
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-# The name, default, placeholder of the value (None for a switch) and help of each flag.
-_FLAGS: tuple[tuple[str, str | None, str | None, str], ...] = (
-    (
-        "nproc-per-node",
-        _default("per_node"),
-        "N|auto|cpu|gpu",
-        "Workers on a machine. auto: one a GPU, or one; gpu: one a GPU; cpu: one a core.",
+# The help of each flag. The key is the flag with the placeholder of its value; a switch has none.
+_HELP = {
+    "nproc-per-node N|auto|cpu|gpu": (
+        "Workers on a machine. auto: one a GPU, or one; gpu: one a GPU; cpu: one a core."
     ),
-    ("hosts", None, "H1:N,H2:N", "Machines and the workers on each, started over SSH."),
-    ("hostfile", None, "FILE", "The same as a file: a line `host slots=N` for each."),
-    (
-        "host-discovery-script",
-        None,
-        "CMD",
-        "A program that prints the current machines, one host:N per line. It runs every 5 s.",
+    "hosts H1:N,H2:N": "Machines and the workers on each, started over SSH.",
+    "hostfile FILE": "The same as a file: a line `host slots=N` for each.",
+    "host-discovery-script CMD": (
+        "A program that prints the current machines, one host:N per line. It runs every 5 s."
     ),
-    (
-        "nnodes",
-        None,
-        "N|MIN:MAX",
+    "nnodes N|MIN:MAX": (
         "Number of machines. With a range the job continues while MIN machines answer, and takes "
-        "more at the next checkpoint. Default: all machines that are named.",
+        "more at the next checkpoint. Default: all machines that are named."
     ),
-    (
-        "min-workers",
-        None,
-        "N",
+    "min-workers N": (
         "Smallest number of workers with which the job continues. Default: all, or one with "
-        "--nnodes MIN:MAX.",
+        "--nnodes MIN:MAX."
     ),
-    (
-        "node-rank",
-        None,
-        "N",
-        "Rank of this machine in --hosts, if you start this command on each machine yourself.",
+    "node-rank N": (
+        "Rank of this machine in --hosts, if you start this command on each machine yourself."
     ),
-    (
-        "master-port",
-        _default("master_port"),
-        "PORT",
-        "Port at which the first machine accepts the others, with --node-rank.",
+    "master-port PORT": "Port at which the first machine accepts the others, with --node-rank.",
+    "secret-file FILE": (
+        "File with the job's secret, readable only by you (chmod 600), for machines that you "
+        "start yourself. They prove to each other that they know it. Or set TFMULTI_SECRET."
     ),
-    (
-        "secret-file",
-        None,
-        "FILE",
-        "File with the job's secret, readable only by you (chmod 600), for machines that you start "
-        "yourself. They prove to each other that they know it. Or set TFMULTI_SECRET.",
-    ),
-    (
-        "isolate",
-        None,
-        None,
+    "isolate": (
         "Run the workers, all on this machine, in a separate network namespace. Nobody else can "
-        "reach TensorFlow's ports, and the workers reach no other machine.",
+        "reach TensorFlow's ports, and the workers reach no other machine."
     ),
-    ("insecure", None, None, "Allow machines with --node-rank to have no secret."),
-    (
-        "ssh",
-        _default("ssh"),
-        "CMD",
-        "How to run a command on another machine, as in 'ssh -p 2222'; srun: by Slurm.",
-    ),
-    (
-        "max-restarts",
-        _default("max_restarts"),
-        "N",
-        "Number of restarts without progress. Progress resets the count.",
-    ),
-    (
-        "monitor-interval",
-        _default("monitor_interval_s"),
-        "S",
-        "Seconds between two checks of the workers.",
-    ),
-    (
-        "log-dir",
-        None,
-        "DIR",
+    "insecure": "Allow machines with --node-rank to have no secret.",
+    "ssh CMD": "How to run a command on another machine, as in 'ssh -p 2222'; srun: by Slurm.",
+    "max-restarts N": "Number of restarts without progress. Progress resets the count.",
+    "monitor-interval S": "Seconds between two checks of the workers.",
+    "log-dir DIR": (
         "Folder of the workers' output and errors. Default: logs/ in the --run_dir that the "
-        "program is given, else logs/ here.",
+        "program is given, else logs/ here."
     ),
-    (
-        "tee",
-        "3",
-        "STREAMS",
-        "Streams that are shown on the terminal and also written to files: 0 none, 1 stdout, "
-        "2 stderr, 3 both.",
+    "tee STREAMS": (
+        "Streams that are shown on the terminal and also written to files: 0 none, 1 stdout, 2 "
+        "stderr, 3 both."
     ),
-    ("redirects", "0", "STREAMS", "Streams that are only written to files."),
-    (
-        "start-timeout",
-        _default("start_timeout_s"),
-        "S",
+    "redirects STREAMS": "Streams that are only written to files.",
+    "start-timeout S": (
         "Time limit in seconds for all machines to answer, for all workers to listen once one of "
         "them does, and for workers that do nothing before they train. Workers that use cores, "
         "but show no progress (output, disk, memory; the network does not count), have ten times "
-        "as long.",
+        "as long."
     ),
-    ("shutdown-grace-s", _default("shutdown_grace_s"), "S", "Seconds from SIGTERM to SIGKILL."),
-    (
-        "stall-timeout-s",
-        _default("stall_timeout_s"),
-        "S",
-        "Restart the job if no step ends for so many seconds, and for five times the longest step; "
-        "0: never.",
+    "shutdown-grace-s S": "Seconds from SIGTERM to SIGKILL.",
+    "stall-timeout-s S": (
+        "Restart the job if no step ends for so many seconds, and for five times the longest "
+        "step; 0: never."
     ),
-    (
-        "no-standby",
-        None,
-        None,
+    "no-standby": (
         "Keep no standby processes that have imported TensorFlow. This saves 0.4 GB a worker, and "
-        "makes a restart four seconds slower.",
+        "makes a restart four seconds slower."
     ),
-    ("module", None, None, "The program is a module, as in python -m."),
-    ("no-python", None, None, "The program is a command, not a Python script."),
-)
-_SHORT = {"module": "-m", "tee": "-t", "redirects": "-r"}
+    "module": "The program is a module, as in python -m.",
+    "no-python": "The program is a command, not a Python script.",
+}
 
 
 def make_parser(doc: str) -> Parser:
@@ -163,12 +112,14 @@ def make_parser(doc: str) -> Parser:
         doc: the description that `--help` shows.
     """
     parser = Parser("python -m tfmulti.launch", doc)
-    for name, default, metavar, text in _FLAGS:
+    for flag, text in _HELP.items():
+        name, _, metavar = flag.partition(" ")
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         names = [*([_SHORT[name]] if name in _SHORT else []), *spellings]
-        if metavar is None:
+        if not metavar:
             parser.add_argument(*names, action="store_true", help=text)
         else:
+            default = _DEFAULTS.get(name)
             shown = f" Default: {default}." if default else ""
             parser.add_argument(*names, default=default, metavar=metavar, help=text + shown)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="What the workers run.")
@@ -190,40 +141,40 @@ def parse(argv: Sequence[str], doc: str, env: Mapping[str, str] = os.environ) ->
             launchers.
         SystemExit: the help was asked for and has been shown.
     """
-    given = make_parser(doc).parsed(argv)
-    program = given.program[1:] if given.program[:1] == ["--"] else given.program
-    also_files = _streams("tee", given.tee)
-    only_files = _streams("redirects", given.redirects)
-    hosts, ssh = parse_hosts(given.hosts) if given.hosts is not None else (), given.ssh
-    if not (hosts or given.hostfile or given.host_discovery_script or given.isolate):
-        hosts, ssh = _allocated(given.nnodes, ssh, env)
-    if given.nproc_per_node not in ("auto", "gpu", "cpu"):
-        _whole("nproc-per-node", given.nproc_per_node, 1)
+    values = make_parser(doc).parsed(argv)
+    program = values.program[1:] if values.program[:1] == ["--"] else values.program
+    also_files = _streams("tee", values.tee)
+    only_files = _streams("redirects", values.redirects)
+    hosts, ssh = parse_hosts(values.hosts) if values.hosts is not None else (), values.ssh
+    if not (hosts or values.hostfile or values.host_discovery_script or values.isolate):
+        hosts, ssh = _allocated(values.nnodes, ssh, env)
+    if values.nproc_per_node not in ("auto", "gpu", "cpu"):
+        _whole("nproc-per-node", values.nproc_per_node, 1)
     config = LaunchConfig(
         program=tuple(program),
-        module=given.module,
-        python=not given.no_python,
-        per_node=given.nproc_per_node,
+        module=values.module,
+        python=not values.no_python,
+        per_node=values.nproc_per_node,
         hosts=hosts,
-        hostfile=Path(given.hostfile) if given.hostfile else None,
-        discovery=given.host_discovery_script,
-        nodes=_range("nnodes", given.nnodes),
-        min_workers=_whole("min-workers", given.min_workers, 1) if given.min_workers else None,
-        node_rank=_whole("node-rank", given.node_rank, 0) if given.node_rank else None,
-        master_port=_whole("master-port", given.master_port, 1),
-        secret=secret_of(env, Path(given.secret_file) if given.secret_file else None),
-        insecure=given.insecure,
-        isolate=given.isolate,
+        hostfile=Path(values.hostfile) if values.hostfile else None,
+        discovery=values.host_discovery_script,
+        nodes=_range("nnodes", values.nnodes),
+        min_workers=_whole("min-workers", values.min_workers, 1) if values.min_workers else None,
+        node_rank=_whole("node-rank", values.node_rank, 0) if values.node_rank else None,
+        master_port=_whole("master-port", values.master_port, 1),
+        secret=secret_of(env, Path(values.secret_file) if values.secret_file else None),
+        insecure=values.insecure,
+        isolate=values.isolate,
         ssh=ssh,
-        max_restarts=_whole("max-restarts", given.max_restarts, 0),
-        monitor_interval_s=_seconds("monitor-interval", given.monitor_interval),
-        log_dir=Path(given.log_dir) if given.log_dir else _default_log_dir(program),
+        max_restarts=_whole("max-restarts", values.max_restarts, 0),
+        monitor_interval_s=_seconds("monitor-interval", values.monitor_interval),
+        log_dir=Path(values.log_dir) if values.log_dir else _default_log_dir(program),
         terminal=tuple(name for name in STREAMS["3"] if name not in only_files),
         files=tuple(dict.fromkeys([*also_files, *only_files])),
-        start_timeout_s=_seconds("start-timeout", given.start_timeout),
-        shutdown_grace_s=_seconds("shutdown-grace-s", given.shutdown_grace_s),
-        stall_timeout_s=_seconds("stall-timeout-s", given.stall_timeout_s) or math.inf,
-        standby=not given.no_standby and not given.no_python,
+        start_timeout_s=_seconds("start-timeout", values.start_timeout),
+        shutdown_grace_s=_seconds("shutdown-grace-s", values.shutdown_grace_s),
+        stall_timeout_s=_seconds("stall-timeout-s", values.stall_timeout_s) or math.inf,
+        standby=not values.no_standby and not values.no_python,
     )
     # Other machines are asked for their GPUs when they answer.
     if not (config.hosts or config.hostfile or config.discovery):

@@ -37,7 +37,7 @@ class Guard:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._groups: set[int] = set()
-        self._another: subprocess.Popen[bytes] | None = None
+        self._replacement: subprocess.Popen[bytes] | None = None
         self._is_gone = False
         reader, self._writer = os.pipe()
         os.set_inheritable(self._writer, False)
@@ -57,7 +57,7 @@ class Guard:
             group: the number of the process group.
         """
         self._groups.add(group)
-        self._tell(f"+{group}\n")
+        self._write_line(f"+{group}\n")
 
     def remove(self, group: int) -> None:
         """Takes out a process group that has ended, because its number may be used again.
@@ -66,32 +66,32 @@ class Guard:
             group: the number of the process group.
         """
         self._groups.discard(group)
-        self._tell(f"-{group}\n")
+        self._write_line(f"-{group}\n")
 
     def check(self) -> None:
         """Starts another guard if this one was killed. Call it often."""
         if not self._is_gone:
-            if self._another is not None:
-                self._is_gone = self._another.poll() is not None
+            if self._replacement is not None:
+                self._is_gone = self._replacement.poll() is not None
             else:
                 self._is_gone = os.waitpid(self._pid, os.WNOHANG)[0] != 0
         if self._is_gone:
-            self._start_another()
+            self._start_replacement()
 
-    def _tell(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         """Writes a line to the guard, or starts another guard that gets all groups."""
         try:
             os.write(self._writer, line.encode())
         except BrokenPipeError:
-            self._start_another()
+            self._start_replacement()
 
-    def _start_another(self) -> None:
+    def _start_replacement(self) -> None:
         """Starts another guard as a new program, because a process with threads must not fork."""
         reader, writer = os.pipe()
         os.set_inheritable(writer, False)
         argv = [sys.executable, "-m", "tfmulti.launch.guard", str(self._grace_s)]
         try:
-            self._another = subprocess.Popen(argv, stdin=reader, start_new_session=True)
+            self._replacement = subprocess.Popen(argv, stdin=reader, start_new_session=True)
         except OSError:
             # There may be no memory left. The next `check` tries again.
             os.close(writer)
@@ -106,8 +106,8 @@ class Guard:
     def close(self) -> None:
         """Ends the guard, and with it every process group that is still under guard."""
         os.close(self._writer)
-        if self._another is not None:
-            self._another.wait()
+        if self._replacement is not None:
+            self._replacement.wait()
             return
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
@@ -117,12 +117,7 @@ def _watch(reader: int, grace_s: float) -> None:
     """Reads the process groups until the pipe closes, and ends them. It is the guard's program."""
     # The terminal must not send its signals to the guard.
     os.setsid()
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        # An open output stream would let readers of the launcher's output wait for the guard.
-        os.dup2(null, stream)
+    outlive_signals()
     groups: set[int] = set()
     with os.fdopen(reader) as lines:
         for line in lines:
@@ -134,6 +129,18 @@ def _watch(reader: int, grace_s: float) -> None:
     end_groups(groups, grace_s)
 
 
+def outlive_signals() -> None:
+    """Makes a process that watches other processes ignore `STOPPING`, and closes its streams.
+
+    Programs that read the output of the watched processes would wait for an open stream.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+
+
 def end_groups(groups: Iterable[int], grace_s: float) -> None:
     """Sends SIGTERM to process groups, and SIGKILL to those that are left after `grace_s`.
 
@@ -141,16 +148,16 @@ def end_groups(groups: Iterable[int], grace_s: float) -> None:
         groups: the numbers of the process groups.
         grace_s: the time from SIGTERM to SIGKILL.
     """
-    left = {group for group in groups if send(group, signal.SIGTERM)}
+    left = {group for group in groups if send_signal(group, signal.SIGTERM)}
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = {group for group in left if send(group, 0)}
+        left = {group for group in left if send_signal(group, 0)}
     for group in left:
-        send(group, signal.SIGKILL)
+        send_signal(group, signal.SIGKILL)
 
 
-def send(group: int, number: int) -> bool:
+def send_signal(group: int, number: int) -> bool:
     """Sends a signal to a process group; returns False if no process of this user is left in it.
 
     Args:

@@ -17,8 +17,9 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import read_small
@@ -109,9 +110,7 @@ class Heartbeat:
         self._durations = weakref.WeakKeyDictionary()
         # The last durations of the kind of the last execution, in seconds.
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
-        self._step = 0
-        self._asked, self._saved, self._folder = False, -1, ""
-        self._last = (BUSY, 0.0, 0.0)
+        self._record = HeartbeatRecord(0, BUSY, 0.0, 0.0)
         # Whether the current execution is traced.
         self._is_traced = False
         # Signals and checkpoints are reported from threads of their own.
@@ -120,7 +119,7 @@ class Heartbeat:
     def record(self) -> HeartbeatRecord:
         """Returns the last heartbeat."""
         with self._lock:
-            return HeartbeatRecord(self._step, *self._last, self._asked, self._saved, self._folder)
+            return self._record
 
     def usual_s(self) -> float:
         """Returns how long executions of the last kind usually take, or 0.0 if none has ended.
@@ -134,7 +133,7 @@ class Heartbeat:
 
     def begin(self) -> None:
         """Reports that training begins."""
-        self._write(BUSY, self._clock())
+        self._write(phase=BUSY, since_s=self._clock(), longest_s=0.0)
 
     @contextlib.contextmanager
     def working(self, kind: object) -> Iterator[None]:
@@ -149,31 +148,30 @@ class Heartbeat:
                 It is kept by a weak reference.
         """
         began = self._clock()
-        is_new, known = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
+        is_new, known_s = kind not in self._longest_s, self._longest_s.get(kind, 0.0)
         self._is_traced = False
         with self._lock:
             self._recent = self._durations.setdefault(kind, deque(maxlen=_REMEMBERED))
-        self._write(TRAINING if known else FIRST, began, known)
+        self._write(phase=TRAINING if known_s else FIRST, since_s=began, longest_s=known_s)
         try:
             yield
         finally:
             now = self._clock()
-            longest_s = known if self._is_traced else max(known, now - began)
+            longest_s = known_s if self._is_traced else max(known_s, now - began)
             self._longest_s[kind] = 0.0 if is_new else longest_s
             if not (is_new or self._is_traced):
                 with self._lock:
                     self._recent.append(now - began)
-            self._write(BUSY, now, known)
+            self._write(phase=BUSY, since_s=now, longest_s=known_s)
 
     def tracing(self) -> None:
         """Reports that the current execution is traced, for example for a new shape of the batch.
 
         The duration of this execution does not count.
         """
-        phase, since_s, longest_s = self._last
-        if phase == TRAINING:
+        if self.record().phase == TRAINING:
             self._is_traced = True
-            self._write(FIRST, since_s, longest_s)
+            self._write(phase=FIRST)
 
     def step(self, step: int) -> None:
         """Reports the number of steps that have ended.
@@ -181,8 +179,7 @@ class Heartbeat:
         Args:
             step: the number of steps.
         """
-        self._step = step
-        self._write()
+        self._write(step=step)
 
     def saved(self, step: int, folder: str) -> None:
         """Reports that a checkpoint has been written completely.
@@ -191,32 +188,20 @@ class Heartbeat:
             step: the step of the checkpoint.
             folder: the folder of the checkpoint.
         """
-        self._saved, self._folder = step, folder
-        self._write()
+        self._write(saved=step, folder=folder)
 
     def asked(self) -> None:
         """Reports that this worker got a signal to stop."""
-        self._asked = True
-        self._write()
+        self._write(asked=True)
 
-    def _write(self, phase: str | None = None, now: float = 0.0, longest_s: float = 0.0) -> None:
-        """Notes a new phase, if one is given, and writes the line."""
+    def _write(self, **changed: Any) -> None:
+        """Changes these fields of the record, and writes it to the file."""
         with self._lock:
-            if phase is not None:
-                self._last = (phase, now, longest_s)
+            self._record = replace(self._record, **changed)
             if self._file is not None:
-                line = _LINE.format(
-                    step=self._step,
-                    phase=self._last[0],
-                    since_s=self._last[1],
-                    longest_s=self._last[2],
-                    asked=self._asked,
-                    saved=self._saved,
-                    folder=self._folder,
-                )
                 # A full disk must not end the run.
                 with contextlib.suppress(OSError):
-                    os.pwrite(self._file, line.encode(), 0)
+                    os.pwrite(self._file, _LINE.format_map(vars(self._record)).encode(), 0)
 
 
 _own_heartbeat: Heartbeat | None = None
@@ -267,45 +252,36 @@ def saved_before(folder: str, env: Mapping[str, str] | None = None) -> int:
     """
     text = (os.environ if env is None else env).get(SAVED)
     try:
-        known = json_values.parse(text) if text else {}
+        steps = json_values.parse(text) if text else {}
     except json.JSONDecodeError:
         return -1
-    step = known.get(folder) if isinstance(known, dict) else None
+    step = steps.get(folder) if isinstance(steps, dict) else None
     return step if type(step) is int else -1
 
 
 def note_error(error: BaseException, env: Mapping[str, str] = os.environ) -> None:
     """Writes error.json if a launcher has started this process, so that it knows the cause.
 
-    A user's mistake is not written, because its exit code tells enough.
+    A user's mistake is not written, because its exit code tells enough. The file is whole or
+    absent, and a failure to write it is ignored.
 
     Args:
         error: the exception that ends the program.
         env: the environment, which names the file and the rank.
     """
-    path = env.get(ERROR_FILE)
-    if path and not isinstance(error, (KeyboardInterrupt, UserError)):
-        write_error(Path(path), error, int(env.get("RANK", "0")))
-
-
-def write_error(path: Path, error: BaseException, rank: int) -> None:
-    """Writes error.json: what went wrong in this worker, when, and where.
-
-    Args:
-        path: the file. It is whole or absent, and a failure to write it is ignored.
-        error: the exception that has ended the program.
-        rank: the rank of the worker.
-    """
-    failed = WorkerFailure(
+    if not env.get(ERROR_FILE) or isinstance(error, (KeyboardInterrupt, UserError)):
+        return
+    failure = WorkerFailure(
         message=str(error) or type(error).__name__,
         type=type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
-        rank=rank,
+        rank=int(env.get("RANK", "0")),
         time_s=time.monotonic(),
     )
+    path = Path(env[ERROR_FILE])
     partial = path.with_suffix(".partial")
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(asdict(failed), indent=2))
+        partial.write_text(json.dumps(asdict(failure), indent=2))
         os.replace(partial, path)
 
 

@@ -16,7 +16,14 @@ from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ConfigError, TfmultiError
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import JoinListener, over_ssh
-from tfmulti.launch.hosts import LOOPBACK_NAMES, Host, HostSources, is_here, slots_of
+from tfmulti.launch.hosts import (
+    LOOPBACK_NAMES,
+    Host,
+    discover,
+    is_here,
+    read_hostfile,
+    slots_of,
+)
 from tfmulti.launch.machine import LocalMachine, Machine, Unreachable
 from tfmulti.launch.membership import Limits, Placement, Standing, choose
 from tfmulti.launch.workers import Sink
@@ -34,11 +41,11 @@ JOIN_S = 30.0
 # At the end, the time limit for closing the connection of each lost machine.
 CLOSING_S = 3.0
 
-# A number of machines that no job reaches.
-EVERY = 10**6
+# A number of machines that is larger than in any job.
+UNLIMITED = 10**6
 
 
-class TooFew(TfmultiError):
+class TooFewMachines(TfmultiError):
     """Raised when not enough machines answer within the start timeout."""
 
 
@@ -74,8 +81,7 @@ class HostManager:
     ) -> None:
         self._config, self._env, self._run_id = config, env, run_id
         self._sink, self._say = sink, say
-        self._sources = sources_of(config)
-        self.hosts = self._sources.now()
+        self.hosts = named_hosts(config)
         self._own_name = own_host_name(config, self.hosts)
         self._local_machine = LocalMachine(config, env, self._own_name or LOOPBACK, sink)
         self._join_listener = None
@@ -90,9 +96,7 @@ class HostManager:
         self._shown_errors: set[str] = set()
         self._next_try: dict[str, float] = {}
         self._results: queue.Queue[tuple[str, Machine | Exception]] = queue.Queue()
-        self._sources_found: queue.Queue[tuple[tuple[Host, ...], ConfigError | None]] = (
-            queue.Queue()
-        )
+        self._named: queue.Queue[tuple[Host, ...] | ConfigError] = queue.Queue()
         self._refresh_s = REFRESH_S if config.discovery else REREAD_S
         self._next_refresh_s = time.monotonic() + self._refresh_s
         self._begun_s = time.monotonic()
@@ -109,10 +113,10 @@ class HostManager:
 
         Raises:
             ConfigError: a machine cannot be used at all.
-            TooFew: not enough machines have answered within the start timeout.
+            TooFewMachines: not enough machines have answered within the start timeout.
         """
         deadline = time.monotonic() + self._config.start_timeout_s
-        shown: dict[str, str] = {}
+        shown_reasons: dict[str, str] = {}
         while True:
             self.poll()
             placement = self.choice(standing)
@@ -121,14 +125,15 @@ class HostManager:
                 self._has_begun = True
                 return placement
             for name, reason in self.reasons.items():
-                if shown.get(name) != reason:
+                if shown_reasons.get(name) != reason:
                     self._say(f"waiting for {name}: {reason}")
-                    shown[name] = reason
+                    shown_reasons[name] = reason
             if time.monotonic() > deadline:
-                waited = f"{self._config.start_timeout_s:g} s (--start-timeout)"
-                reason = "; ".join(f"{n}: {w}" for n, w in self.reasons.items()) or "none is named"
-                raise TooFew(
-                    f"too few machines for {waited}: {reason}. Start them, or open the port."
+                limit = f"{self._config.start_timeout_s:g} s (--start-timeout)"
+                reasons = [f"{name}: {reason}" for name, reason in self.reasons.items()]
+                raise TooFewMachines(
+                    f"too few machines for {limit}: {'; '.join(reasons) or 'none is named'}. "
+                    "Start them, or open the port."
                 )
             time.sleep(0.02)
 
@@ -198,11 +203,11 @@ class HostManager:
         for thread in self._closing:
             thread.join(CLOSING_S)
 
-    def _check_unused_machines(self, busy: set[str]) -> None:
-        """Drops the machines that do not answer or are not named, except those in `busy`."""
+    def _check_unused_machines(self, used: set[str]) -> None:
+        """Drops the machines that do not answer or are not named, except those in `used`."""
         named = {host.name for host in self.hosts}
         for name, machine in list(self.machines.items()):
-            if name in busy:
+            if name in used:
                 continue
             if name not in named:
                 self.lost(name, "it is not named any more")
@@ -242,22 +247,24 @@ class HostManager:
 
         An error leaves the list as it is. Each error is shown once.
         """
-        while not self._sources_found.empty():
-            self.hosts, error = self._sources_found.get()
-            if error is not None and str(error) not in self._shown_errors:
-                self._shown_errors.add(str(error))
-                self._say(f"{error} The job keeps its present machines.")
+        while not self._named.empty():
+            named = self._named.get()
+            if isinstance(named, tuple):
+                self.hosts = named
+            elif str(named) not in self._shown_errors:
+                self._shown_errors.add(str(named))
+                self._say(f"{named} The job keeps its present machines.")
             self._next_refresh_s = time.monotonic() + self._refresh_s
-        if self._sources.may_change and time.monotonic() > self._next_refresh_s:
+        if self._config.hosts_may_change and time.monotonic() > self._next_refresh_s:
             self._next_refresh_s = float("inf")
             threading.Thread(target=self._refresh, daemon=True).start()
 
     def _refresh(self) -> None:
         """Reads the list of hosts again, in a thread of its own."""
         try:
-            self._sources_found.put((self._sources.now(), None))
+            self._named.put(named_hosts(self._config))
         except ConfigError as error:
-            self._sources_found.put((self.hosts, error))
+            self._named.put(error)
 
     def _search(self, host: Host) -> None:
         """Tries to reach a machine, in a thread of its own, and queues the machine or the error."""
@@ -281,25 +288,30 @@ class HostManager:
         A ConfigError from the first search for a machine is raised if no attempt has begun. Later
         it must not end a job that runs.
         """
-        first = name not in self._tried
+        is_first_search = name not in self._tried
         self._tried.add(name)
         if not isinstance(result, Exception):
             self.machines[name] = result
             self.reasons.pop(name, None)
             return
-        if isinstance(result, ConfigError) and first and not self._has_begun:
+        if isinstance(result, ConfigError) and is_first_search and not self._has_begun:
             raise result
         self.reasons[name] = str(result)
         wait_s = RETRY_S if self._join_listener is None else 0.1
         self._next_try[name] = time.monotonic() + wait_s
 
 
-def sources_of(config: LaunchConfig) -> HostSources:
-    """Returns the sources of the hosts in a configuration, or this machine if it names none."""
-    hosts = config.hosts
-    if not (hosts or config.hostfile or config.discovery):
-        hosts = (Host(LOOPBACK),)
-    return HostSources(hosts, config.hostfile, config.discovery)
+def named_hosts(config: LaunchConfig) -> tuple[Host, ...]:
+    """Returns the hosts that a configuration names now, or this machine if it names none.
+
+    Raises:
+        ConfigError: the file cannot be read, the program fails, or a line has a wrong form.
+    """
+    if config.discovery:
+        return discover(config.discovery)
+    if config.hostfile:
+        return read_hostfile(config.hostfile)
+    return config.hosts or (Host(LOOPBACK),)
 
 
 def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
@@ -312,11 +324,10 @@ def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
     Raises:
         ConfigError: there is no secret, and the job may have several machines.
     """
-    may_grow = bool(config.hostfile or config.discovery)
     if not config.by_hand or config.secret or config.insecure:
         return
-    if len(hosts) > 1 or may_grow:
-        machines = f"{len(hosts)} machines or more" if may_grow else f"{len(hosts)} machines"
+    if len(hosts) > 1 or config.hosts_may_change:
+        machines = f"{len(hosts)} machines" + (" or more" if config.hosts_may_change else "")
         raise ConfigError(
             f"--node-rank over {machines} needs a secret, else whoever reaches port "
             f"{config.master_port} could take part. Give the same {SECRET} or --secret-file on "
@@ -367,19 +378,21 @@ def limits_of(config: LaunchConfig, hosts: tuple[Host, ...], gpus: int) -> Limit
     if config.nodes is not None:
         low, high = config.nodes
     elif config.discovery or config.min_workers:
-        low, high = 1, EVERY
+        low, high = 1, UNLIMITED
     else:
         low = high = len(hosts)
     if low > len(hosts) and not config.discovery:
         raise ConfigError(
             f"--nnodes asks for {low} machines, but --hosts names {len(hosts)}. Name more."
         )
-    every = sum(host.slots or slots_of(config.per_node, gpus) for host in hosts[:high])
-    least = config.min_workers or (every if low == high else 1)
-    if least > every and not config.discovery:
-        raise ConfigError(f"--min-workers {least} is more than the {every} workers of the job.")
+    all_workers = sum(host.slots or slots_of(config.per_node, gpus) for host in hosts[:high])
+    min_workers = config.min_workers or (all_workers if low == high else 1)
+    if min_workers > all_workers and not config.discovery:
+        raise ConfigError(
+            f"--min-workers {min_workers} is more than the {all_workers} workers of the job."
+        )
     unknown = config.per_node in ("auto", "gpu", "cpu") and any(h.slots is None for h in hosts)
     if unknown and len(hosts) > 1 and config.min_workers is None:
         # Each machine tells its devices only when it answers. Until then only `low` bounds the job.
-        least = 1
-    return Limits(low, high, least)
+        min_workers = 1
+    return Limits(low, high, min_workers)

@@ -129,8 +129,8 @@ def is_here(name: str) -> bool:
     Args:
         name: a host name or an address, with an IPv6 address in brackets.
     """
-    own = (*LOOPBACK_NAMES, socket.gethostname())
-    return name in own or listening.is_here(name.strip("[]"))
+    own_names = (*LOOPBACK_NAMES, socket.gethostname())
+    return name in own_names or listening.is_here(name.strip("[]"))
 
 
 def _host(text: str, source: str) -> Host:
@@ -138,12 +138,12 @@ def _host(text: str, source: str) -> Host:
     name, colon, slots = text.rpartition(":") if not text.endswith("]") else (text, "", "")
     if not colon:
         name, slots = text, ""
-    form = f"{source}: {text[:80]!r} is not a host. Write: host:N, N the workers on it."
+    no_host = f"{source}: {text[:80]!r} is not a host. Write: host:N, N the workers on it."
     # SSH would take a name that begins with - for a flag. A name with a zero byte or a line feed is
     # not printable.
-    wrong = any(c in name for c in " '\"=;&|$`@\\/") or not name.isprintable()
-    if not name or len(name) > _MOST_CHARACTERS or name.startswith("-") or wrong:
-        raise ConfigError(form)
+    is_safe = name.isprintable() and not set(name) & set(" '\"=;&|$`@\\/")
+    if not (0 < len(name) <= _MOST_CHARACTERS) or name.startswith("-") or not is_safe:
+        raise ConfigError(no_host)
     if "[" in name or "]" in name:
         try:
             ipaddress.IPv6Address(name.removeprefix("[").removesuffix("]"))
@@ -155,7 +155,7 @@ def _host(text: str, source: str) -> Host:
         raise ConfigError(f"{source}: {text[:80]!r}: put an IPv6 address into brackets: [::1]:N.")
     count = whole_number(slots)
     if colon and not (count and count <= MOST_HOSTS):
-        raise ConfigError(form)
+        raise ConfigError(no_host)
     return Host(name, count)
 
 
@@ -166,38 +166,6 @@ def _distinct(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
         if names.count(name) > 1:
             raise ConfigError(f"{source} names {name} twice. Give one line with all its workers.")
     return tuple(hosts)
-
-
-class HostSources:
-    """Knows where the hosts of a job are named, and reads their names from there.
-
-    Args:
-        hosts: the hosts that the command line names. They count if there is no file and no script.
-        file: a host file, which `now` reads each time.
-        script: a command that prints the hosts, which `now` runs each time.
-    """
-
-    def __init__(
-        self, hosts: Sequence[Host], file: Path | None = None, script: str | None = None
-    ) -> None:
-        self._hosts, self._file, self._script = tuple(hosts), file, script
-
-    @property
-    def may_change(self) -> bool:
-        """Whether the hosts can change while the job runs."""
-        return self._file is not None or self._script is not None
-
-    def now(self) -> tuple[Host, ...]:
-        """Returns the hosts that are named at the time of the call.
-
-        Raises:
-            ConfigError: the file cannot be read, the program fails, or a line has a wrong form.
-        """
-        if self._script is not None:
-            return discover(self._script)
-        if self._file is not None:
-            return read_hostfile(self._file)
-        return self._hosts
 
 
 def slots_of(per_node: str, gpus: int, cores: int | None = None) -> int:

@@ -45,7 +45,7 @@ def _exit_code(child: int) -> int:
         number = signal.sigwait(signal.valid_signals())
         if number != signal.SIGCHLD:
             os.kill(child, number)
-            if number == signal.SIGTERM and _joins(child):
+            if number == signal.SIGTERM and _is_joining(child):
                 os.kill(child, signal.SIGKILL)
                 is_killed = True
             continue
@@ -54,7 +54,7 @@ def _exit_code(child: int) -> int:
             return EXIT_TERMINATED if is_killed else code
 
 
-def _joins(process: int) -> bool:
+def _is_joining(process: int) -> bool:
     """Returns whether a process waits inside TensorFlow for the other workers to join.
 
     TensorFlow's handler of SIGTERM is in place then, and does nothing. `signals.default_signals`

@@ -12,6 +12,7 @@ directory is on a volume that all pods share: /runs.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ from tfmulti.cluster.environments.kubernetes import PORT, SUBDOMAIN, WORKERS
 from tfmulti.config.command_line import Parser, exit_code_of, whole_number
 from tfmulti.errors import EXIT_FAILED, EXIT_USER, ConfigError, did_you_mean
 from tfmulti.launch.heartbeat import PROGRESS_FILE
-from tfmulti.launch.shim import GRACE
+from tfmulti.launch.signals import GRACE
 
 KINDS = ("job", "jobset")
 _DOCUMENTS = ("manifest",)
@@ -153,7 +154,7 @@ class Manifest:
             return [*claims, self._network_policy(), self._job_set()]
         return [*claims, self._service(), self._network_policy(), self._job()]
 
-    def _about(self, kind: str, api: str = "v1", name: str | None = None) -> _Mapping:
+    def _header(self, kind: str, api: str = "v1", name: str | None = None) -> _Mapping:
         """Returns the first entries of an object."""
         labels = {"app.kubernetes.io/name": "tfmulti", _LABEL: self.name}
         return {
@@ -163,7 +164,7 @@ class Manifest:
         }
 
     def _volume_claim(self) -> _Mapping:
-        return self._about("PersistentVolumeClaim", name=f"{self.name}-runs") | {
+        return self._header("PersistentVolumeClaim", name=f"{self.name}-runs") | {
             "spec": {
                 "# All pods must see the run directory: any may be the chief.": None,
                 "accessModes": ["ReadWriteMany"],
@@ -172,7 +173,7 @@ class Manifest:
         }
 
     def _service(self) -> _Mapping:
-        return self._about("Service") | {
+        return self._header("Service") | {
             "spec": {
                 "# A headless Service gives each pod the name POD.SERVICE.": None,
                 "clusterIP": "None",
@@ -185,7 +186,7 @@ class Manifest:
 
     def _network_policy(self) -> _Mapping:
         selector = {"podSelector": {"matchLabels": {_LABEL: self.name}}}
-        return self._about("NetworkPolicy", "networking.k8s.io/v1") | {
+        return self._header("NetworkPolicy", "networking.k8s.io/v1") | {
             "spec": {
                 "# TensorFlow's port lets anyone in, so only pods of this job may reach it.": None,
                 "# The cluster's network must support policies.": None,
@@ -197,13 +198,13 @@ class Manifest:
 
     def _job(self) -> _Mapping:
         failures = self.max_restarts * self.workers
-        return self._about("Job", "batch/v1") | {
+        return self._header("Job", "batch/v1") | {
             "spec": self._job_spec(failures, "A restart of the job is a failure of each pod.")
         }
 
     def _job_set(self) -> _Mapping:
         spec = self._job_spec(0, "The JobSet starts all pods again, so the Job itself does not.")
-        return self._about("JobSet", "jobset.x-k8s.io/v1alpha2") | {
+        return self._header("JobSet", "jobset.x-k8s.io/v1alpha2") | {
             "spec": {
                 "failurePolicy": {
                     "maxRestarts": self.max_restarts,
@@ -347,8 +348,8 @@ class Manifest:
     def _program(self) -> list[str]:
         """Returns the program's words, with a run directory on the shared volume."""
         arguments = list(self.program)
-        fits = arguments[:2] == ["-m", "tfmulti.fit"]
-        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
+        is_fit = arguments[:2] == ["-m", "tfmulti.fit"]
+        if is_fit and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
             arguments += ["--run_dir", f"{_MOUNT}/{self.name}"]
         # Kubernetes replaces $(NAME) in a command, and makes one $ of two.
         return [word.replace("$", "$$") for word in arguments]
@@ -378,10 +379,10 @@ def _are_bytes(text: str) -> bool:
     return _LEAST_BYTES <= amount < 2**63
 
 
-def _probe(what: str, failures: int) -> _Mapping:
+def _probe(condition: str, failures: int) -> _Mapping:
     """Returns a probe that looks at the heartbeat file."""
     return {
-        "exec": {"command": ["python", "-m", "tfmulti.launch.probe", what]},
+        "exec": {"command": ["python", "-m", "tfmulti.launch.probe", condition]},
         "periodSeconds": _PROBE_S,
         "timeoutSeconds": 10,
         "failureThreshold": failures,
@@ -390,7 +391,7 @@ def _probe(what: str, failures: int) -> _Mapping:
 
 # What YAML reads as a text without quotes, unless it is one of its words.
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
-_WORDS = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
+_RESERVED = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
 
 
 def _yaml(value: Mapping[str, Any], indent: str = "") -> list[str]:
@@ -433,7 +434,7 @@ def _items(values: list[Any], indent: str) -> list[str]:
 
 def _scalar(value: Any) -> str:
     """Returns a value as YAML. A text that could be read as anything else is a JSON string."""
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED
     return str(value) if is_plain else json.dumps(value)
 
 
@@ -451,11 +452,11 @@ def parsed(arguments: Sequence[str]) -> Manifest:
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     values = vars(_parser().parsed(arguments[:end]))
-    what = values.pop("what")
-    if what not in _DOCUMENTS:
+    document = values.pop("document")
+    if document not in _DOCUMENTS:
         raise ConfigError(
-            f"no document {what!r}; {did_you_mean(what, _DOCUMENTS)} Write tfmulti kubernetes "
-            "manifest, and then the flags."
+            f"no document {document!r}; {did_you_mean(document, _DOCUMENTS)} Write tfmulti "
+            "kubernetes manifest, and then the flags."
         )
     return Manifest(program=tuple(arguments[end + 1 :]), **values)
 
@@ -463,30 +464,22 @@ def parsed(arguments: Sequence[str]) -> Manifest:
 def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
     parser = Parser("tfmulti kubernetes", __doc__ or "")
+    # The defaults are those of `Manifest`.
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("what", nargs="?", default="", help="what is printed: manifest")
-    add("--workers", type=whole_number, default=2, help="pods, each one worker (default 2)")
-    add("--image", default="", help="container image with Python, tfmulti and the program")
-    add("--gpus", type=whole_number, default=0, help="GPUs of each pod (default 0)")
-    add("--cpus", default="2", help="cores of each pod (default 2)")
-    add("--memory", default="4Gi", help="memory of each pod (default 4Gi)")
-    add("--name", default="tfmulti", help="name of the job (default tfmulti)")
-    add("--kind", default="job", help="job or jobset (default job)")
+    add("document", nargs="?", default="", help="what is printed: manifest")
+    add("--workers", type=whole_number, help="pods, each one worker (default 2)")
+    add("--image", help="container image with Python, tfmulti and the program")
+    add("--gpus", type=whole_number, help="GPUs of each pod (default 0)")
+    add("--cpus", help="cores of each pod (default 2)")
+    add("--memory", help="memory of each pod (default 4Gi)")
+    add("--name", help="name of the job (default tfmulti)")
+    add("--kind", help="job or jobset (default job)")
     add("--claim", help="existing volume claim that all pods may write (default: one is made)")
-    add("--storage", default="20Gi", help="size of the volume that is made (default 20Gi)")
-    add(
-        "--grace-s",
-        type=whole_number,
-        default=120,
-        help="seconds to save after SIGTERM (default 120)",
-    )
-    add("--max-restarts", type=whole_number, default=10, help="restarts of the job (default 10)")
-    add(
-        "--start-s",
-        type=whole_number,
-        default=3600,
-        help="seconds until training begins; 0: no limit",
-    )
+    add("--storage", help="size of the volume that is made (default 20Gi)")
+    add("--grace-s", type=whole_number, help="seconds to save after SIGTERM (default 120)")
+    add("--max-restarts", type=whole_number, help="restarts of the job (default 10)")
+    add("--start-s", type=whole_number, help="seconds until training begins; 0: no limit")
     return parser
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.launch.addresses import reserved, silent
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.guard import Guard, send
+from tfmulti.launch.guard import Guard, send_signal
 from tfmulti.launch.idle import Idle
 from tfmulti.launch.workers import (
     Sink,
@@ -117,10 +117,10 @@ class LocalMachine:
         for request in requests:
             request = self._with_folder(request)
             folder = Path(request.folder)
-            child = self._child_env(request)
-            process = self._standby.take(request.local_rank, child)
+            env = self._worker_env(request)
+            process = self._standby.take(request.local_rank, env)
             if process is None:
-                process = start(command(self._config), child, stdin=subprocess.DEVNULL)
+                process = start(command(self._config), env, stdin=subprocess.DEVNULL)
                 self._guard.add(process.pid)
             worker = Worker(request.rank, process, folder)
             self._workers.append(worker)
@@ -160,7 +160,7 @@ class LocalMachine:
 
     def prepare(self, requests: Sequence[StartRequest]) -> None:
         """Starts standby processes for these workers, where they are missing."""
-        self._standby.fill([self._child_env(request) for request in requests])
+        self._standby.fill([self._worker_env(request) for request in requests])
 
     def stop(self) -> None:
         """Asks the workers to stop by SIGTERM, and wakes frozen workers by SIGCONT."""
@@ -171,13 +171,13 @@ class LocalMachine:
                 if self._config.python:
                     worker.process.send_signal(number)
                 else:
-                    send(worker.process.pid, number)
+                    send_signal(worker.process.pid, number)
 
     def kill(self) -> None:
         """Kills all workers, waits for their end, and gives up the reserved addresses."""
         for worker in self._workers:
             # The whole group is killed, because a worker may have left processes behind.
-            send(worker.process.pid, signal.SIGKILL)
+            send_signal(worker.process.pid, signal.SIGKILL)
         for worker in self._workers:
             worker.process.wait()
         self.statuses()
@@ -195,6 +195,6 @@ class LocalMachine:
         self._standby.end()
         self._guard.close()
 
-    def _child_env(self, request: StartRequest) -> dict[str, str]:
+    def _worker_env(self, request: StartRequest) -> dict[str, str]:
         """Returns the environment of a worker on this machine."""
         return worker_env(self._config, self._env, request, self._gpus, self.cores)

@@ -23,7 +23,7 @@ _CHATTER = re.compile(
     rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
 )
 
-# So many last lines of a worker are kept for the report of a failure, and bytes of each.
+# How many last lines of a worker are kept for the report of a failure, and the bytes of each.
 _LAST_LINES, _LONGEST_LINE = 10, 300
 
 

@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ)
         print(f"tfmulti: give started or alive, and set {PROGRESS_FILE}.", file=sys.stderr)
         return EXIT_USER
     heartbeat = read_progress(Path(env[PROGRESS_FILE]))
-    good = (
+    is_true = (
         heartbeat is not None if arguments == ["started"] else is_alive(heartbeat, time.monotonic())
     )
-    return EXIT_DONE if good else EXIT_FAILED
+    return EXIT_DONE if is_true else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -84,10 +84,10 @@ class RemoteMachine:
         # The ranks of the workers there.
         self._ranks: set[int] = set()
         # Whether the last status was not returned by `statuses` yet; whether a line is being shown.
-        self._unseen = self._is_showing = False
+        self._has_new_status = self._is_showing_line = False
         self._ended = False
         self._number = 0
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._send({"begin": begin})
         threading.Thread(target=self._listen, daemon=True).start()
         hello = self._answer(HELLO_S, HELLO_S)
@@ -121,8 +121,8 @@ class RemoteMachine:
         """Returns the status of each worker, as the agent's last message has it."""
         # A new status is returned even if the connection has ended since, because it may show the
         # cause.
-        if self._unseen:
-            self._unseen = False
+        if self._has_new_status:
+            self._has_new_status = False
             return self._statuses
         self._check(LOST_S)
         return self._statuses
@@ -206,7 +206,7 @@ class RemoteMachine:
         if self._ended:
             reason = self._reason()
             raise Unreachable("its connection ended" + (f": {reason}" if reason else ""))
-        if time.monotonic() - self._heard_s > lost_s and not self._is_showing:
+        if time.monotonic() - self._last_message_s > lost_s and not self._is_showing_line:
             raise Unreachable(f"no message from it for {lost_s:g} s")
 
     def _ping(self) -> None:
@@ -218,16 +218,16 @@ class RemoteMachine:
     def _listen(self) -> None:
         """Takes all messages until the connection ends, in the receiver thread."""
         while (message := self._connection.receive()) is not None:
-            self._heard_s = time.monotonic()
+            self._last_message_s = time.monotonic()
             try:
-                self._take(message)
+                self._handle(message)
             except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
                 # The message has another form than an agent of tfmulti sends.
                 break
         self._ended = True
         self._answers.put(None)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         """Shows a line, notes a status or queues an answer; raises if the form is wrong."""
         if "line" in message:
             rank, stream, text = message["line"]
@@ -235,10 +235,10 @@ class RemoteMachine:
                 raise ValueError("a line of a worker that is not on that machine")
             # A slow or stopped terminal keeps this thread from reading. The agent does not count
             # as silent meanwhile.
-            self._is_showing = True
+            self._is_showing_line = True
             self._sink(rank, stream, text.encode("latin-1"))
-            self._is_showing = False
-            self._heard_s = time.monotonic()
+            self._is_showing_line = False
+            self._last_message_s = time.monotonic()
             return
         if "statuses" in message:
             shift_s = time.monotonic() - float(message["now_s"])
@@ -249,7 +249,7 @@ class RemoteMachine:
             if not all(status.rank in self._ranks for status in statuses):
                 raise ValueError("the status of a worker that is not on that machine")
             self._statuses = statuses
-            self._unseen = True
+            self._has_new_status = True
         if "id" in message or "hello" in message or "fails" in message:
             self._answers.put(message)
 

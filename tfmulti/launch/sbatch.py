@@ -15,6 +15,7 @@ the array's task, as in sbatch's own file names.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -34,7 +35,7 @@ _UNLIMITED = ("UNLIMITED", "INFINITE")
 _NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([1-9][0-9]{0,8}))?)?")
 # The program's own time before Slurm's signal is followed by SIGKILL.
 _MARGIN_S = 5
-# Slurm may send the signal so much earlier than it was asked to (`man sbatch`, --signal).
+# Slurm may send the signal this much earlier than --signal says (`man sbatch`).
 _EARLY_S = 60
 # The options that the flags of this command set.
 _OWN_OPTIONS = (
@@ -216,8 +217,8 @@ class BatchScript:
     def _command(self) -> str:
         """Returns the command of a task, with a run directory that stays the same."""
         arguments = list(self.program)
-        fits = arguments[:2] == ["-m", "tfmulti.fit"]
-        if fits and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
+        is_fit = arguments[:2] == ["-m", "tfmulti.fit"]
+        if is_fit and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
             arguments += ["--run_dir", f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"]
         return " ".join(_quoted(word) for word in [self.python, *arguments])
 
@@ -253,9 +254,9 @@ def _check_array(array: str) -> None:
     Raises:
         ConfigError: they do not parse, or a range falls.
     """
-    numbers, percent, at_once = array.partition("%")
-    matches = [_NUMBERS.fullmatch(each) for each in numbers.split(",")]
-    if not all(matches) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", at_once)):
+    numbers, percent, tasks_at_once = array.partition("%")
+    matches = [_NUMBERS.fullmatch(part) for part in numbers.split(",")]
+    if not all(matches) or (percent and not re.fullmatch("[1-9][0-9]{0,8}", tasks_at_once)):
         raise ConfigError(f"--array is {array!r}, but it must look like 0-3, 1,5,7 or 0-20:4%2.")
     for match in matches:
         if match and match[2] and int(match[2]) < int(match[1]):
@@ -278,11 +279,11 @@ def _check_option(option: str) -> None:
         )
     name = option.partition("=")[0]
     # sbatch accepts the beginning of a name, too.
-    own = next((own for own in _OWN_OPTIONS if own.startswith(name)), None)
-    if own is not None:
+    overridden = next((own for own in _OWN_OPTIONS if own.startswith(name)), None)
+    if overridden is not None:
         raise ConfigError(
-            f"--option is {option!r}, but this command sets {own} itself. Use its own flags; "
-            "tfmulti sbatch --help lists them."
+            f"--option is {option!r}, but this command sets {overridden} itself. Use its own "
+            "flags; tfmulti sbatch --help lists them."
         )
 
 
@@ -324,30 +325,28 @@ def parsed(arguments: Sequence[str]) -> BatchScript:
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     values = vars(_parser().parsed(arguments[:end]))
-    del values["submit"]
-    options = tuple(values.pop("option"))
+    values.pop("submit", None)
+    options = tuple(values.pop("option", ()))
     return BatchScript(program=tuple(arguments[end + 1 :]), options=options, **values)
 
 
 def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
     parser = Parser("tfmulti sbatch", __doc__ or "")
+    # The defaults are those of `BatchScript`.
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add("--nodes", type=whole_number, default=1, help="nodes of the job (default 1)")
-    add(
-        "--tasks-per-node",
-        type=whole_number,
-        help="workers of each node (default: one for each GPU)",
-    )
-    add("--gpus-per-node", type=whole_number, default=0, help="GPUs of each node (default 0)")
+    add("--nodes", type=whole_number, help="nodes of the job (default 1)")
+    add("--tasks-per-node", type=whole_number, help="workers of each node (default: one a GPU)")
+    add("--gpus-per-node", type=whole_number, help="GPUs of each node (default 0)")
     add("--cpus-per-task", type=whole_number, help="cores of each worker (default: Slurm's)")
     add("--time", help="time limit, such as 04:00:00 (default: the partition's)")
-    add("--signal", default="TERM", help="signal before the limit: TERM, USR1, USR2")
-    add("--signal-s", type=whole_number, default=90, help="seconds before the limit (default 90)")
+    add("--signal", help="signal before the limit: TERM, USR1, USR2")
+    add("--signal-s", type=whole_number, help="seconds before the limit (default 90)")
     add("--no-requeue", dest="requeue", action="store_false", help="end when it has saved")
     add("--array", help="numbers of a job array, such as 0-3")
-    add("--name", default="tfmulti", help="name of the job")
-    add("--option", action="append", default=[], help="option of sbatch, such as partition=gpu")
+    add("--name", help="name of the job")
+    add("--option", action="append", help="option of sbatch, such as partition=gpu")
     add("--submit", action="store_true", help="submit the script, and print what sbatch says")
     return parser
 
@@ -364,10 +363,10 @@ def _submitted(text: str) -> str:
             "--submit: there is no sbatch on this machine. Leave --submit out, and submit the "
             "script where Slurm is."
         )
-    done = subprocess.run([program], input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"--submit: {' '.join(done.stderr.split())}")
-    return done.stdout
+    submission = subprocess.run([program], input=text, capture_output=True, text=True)
+    if submission.returncode:
+        raise ConfigError(f"--submit: {' '.join(submission.stderr.split())}")
+    return submission.stdout
 
 
 if __name__ == "__main__":

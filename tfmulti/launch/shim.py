@@ -39,13 +39,15 @@ from tfmulti.cluster.environments import described
 from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import EXIT_PEER_LOST, ConfigError, TfmultiError
 from tfmulti.launch import garbage_collection
+from tfmulti.launch.guard import outlive_signals
 from tfmulti.launch.heartbeat import note_error
 from tfmulti.launch.init_process import leave_first_process
 from tfmulti.launch.policy import has_lost_a_worker
+from tfmulti.launch.signals import GRACE
 from tfmulti.launch.stacks import STACKS_FILE
 
 STANDBY, COMMAND = "--standby", "--command"
-PARENT, GRACE = "TFMULTI_LAUNCHER_PID", "TFMULTI_GRACE_S"
+PARENT = "TFMULTI_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # How often a worker checks that its launcher runs.
@@ -88,7 +90,7 @@ def _end_with_parent() -> None:
         sys.exit(1)
 
 
-def _leave_a_watch() -> None:
+def _fork_watcher() -> None:
     """Forks a process that ends this process group when the launcher is gone.
 
     The program that replaces this process may ignore SIGTERM, or start other processes.
@@ -98,12 +100,7 @@ def _leave_a_watch() -> None:
     launcher, program = os.pidfd_open(os.getppid()), os.pidfd_open(os.getpid())
     if os.fork():
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        # An open output stream would let readers of the program's output wait for this process.
-        os.dup2(null, stream)
+    outlive_signals()
     select.select([launcher, program], [], [])
     if not select.select([launcher], [], [], _POLL_S)[0]:
         # The program has ended by itself.
@@ -167,7 +164,7 @@ def main() -> None:
     if sys.argv[1:2] == [COMMAND]:
         # The setting stays when the program replaces this process.
         _end_with_parent()
-        _leave_a_watch()
+        _fork_watcher()
         os.execvp(sys.argv[2], sys.argv[2:])
     tie_to_launcher()
     if sys.argv[1:] == [STANDBY]:

@@ -112,12 +112,12 @@ def sigterm_grace_s(env: Mapping[str, str]) -> float:
     if text is None:
         return GRACE_S
     try:
-        given_s = float(text)
+        grace_s = float(text)
     except ValueError:
-        given_s = 0.0
-    if not 0 < given_s < threading.TIMEOUT_MAX:
+        grace_s = 0.0
+    if not 0 < grace_s < threading.TIMEOUT_MAX:
         raise ConfigError(f"{GRACE} is {text!r}, but it must be a number of seconds above 0.")
-    return given_s - min(_MARGIN_S, given_s / 4)
+    return grace_s - min(_MARGIN_S, grace_s / 4)
 
 
 # How many SignalWatch contexts are entered.
@@ -229,9 +229,9 @@ class SignalWatch:
             )
         elif not self._done.is_set():
             self.stop(number.name)
-            threading.Thread(target=self._force_later, args=(number,), daemon=True).start()
+            threading.Thread(target=self._end_after_grace, args=(number,), daemon=True).start()
 
-    def _force_later(self, number: signal.Signals) -> None:
+    def _end_after_grace(self, number: signal.Signals) -> None:
         """Ends the process if training has not ended after the grace period."""
         grace_s = self._grace_s[number]
         if not self._done.wait(grace_s):
@@ -243,7 +243,7 @@ class SignalWatch:
         self._exit(128 + number)
 
 
-def _forget_in_child() -> None:
+def _reset_in_child() -> None:
     """Gives a forked child the default handlers, so that its signals do not stop the training."""
     if _watches:
         with contextlib.suppress(ValueError):
@@ -252,7 +252,7 @@ def _forget_in_child() -> None:
                 signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def _ignore(number: int, frame: object) -> None:

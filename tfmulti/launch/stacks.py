@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import tempfile
@@ -15,11 +16,8 @@ from tfmulti.launch.signals import is_in_set, watched
 # The launcher names in this variable the file to which `shim` lets the stacks be written.
 STACKS_FILE = "TFMULTI_STACKS_FILE"
 
-# A second descriptor of standard error. The first one is redirected while TensorFlow starts.
-_stderr: list[int] = []
-
-# Whether the handler of SIGUSR1 is that of this module.
-_is_own = False
+# Whether this module has registered the handler of SIGUSR1.
+_is_registered = False
 
 
 def show_at_sigusr1() -> None:
@@ -30,7 +28,7 @@ def show_at_sigusr1() -> None:
     the main thread.
     """
     stderr = own_stderr()
-    if _is_free():
+    if _may_register():
         _register(stderr)
 
 
@@ -41,20 +39,20 @@ def file_of_stacks() -> Iterator[int | None]:
     It gives None if this process does not write its stacks at SIGUSR1. After the context they go to
     standard error, except under the launcher.
     """
-    given = os.environ.get(STACKS_FILE)
-    if given is not None:
+    path = os.environ.get(STACKS_FILE)
+    if path is not None:
         descriptor = None
         # A program that the worker has started gets the variable, too, but not the handler.
         if _is_handled_by_faulthandler():
             with contextlib.suppress(OSError):
-                descriptor = os.open(given, os.O_RDONLY)
+                descriptor = os.open(path, os.O_RDONLY)
         try:
             yield descriptor
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         return
-    if not _is_free():
+    if not _may_register():
         yield None
         return
     with tempfile.TemporaryFile() as file:
@@ -66,24 +64,26 @@ def file_of_stacks() -> Iterator[int | None]:
             _register(own_stderr())
 
 
+@functools.cache
 def own_stderr() -> int:
-    """Returns a descriptor of standard error that stays open until the process ends."""
-    if not _stderr:
-        try:
-            _stderr.append(os.dup(2))
-        except OSError:
-            # The process was started without standard error.
-            _stderr.append(os.open(os.devnull, os.O_WRONLY))
-    return _stderr[0]
+    """Returns a second descriptor of standard error, which stays open until the process ends.
+
+    The first descriptor is redirected while TensorFlow starts.
+    """
+    try:
+        return os.dup(2)
+    except OSError:
+        # The process was started without standard error.
+        return os.open(os.devnull, os.O_WRONLY)
 
 
-def _is_free() -> bool:
-    """Returns whether SIGUSR1 may write the stacks of this process."""
+def _may_register() -> bool:
+    """Returns whether this module may register a handler of SIGUSR1."""
     return (
         STACKS_FILE not in os.environ
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-        and (_is_own or not _is_handled_by_faulthandler())
+        and (_is_registered or not _is_handled_by_faulthandler())
         and signal.SIGUSR1 not in watched(os.environ)
     )
 
@@ -98,5 +98,5 @@ def _register(file: int) -> None:
     """Sets where SIGUSR1 writes the stacks."""
     # This handler is written in C, so it runs while the main thread waits in TensorFlow.
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    global _is_own
-    _is_own = True
+    global _is_registered
+    _is_registered = True

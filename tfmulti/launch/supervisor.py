@@ -18,14 +18,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from tfmulti.cluster import job_secret
+from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.listening import names_loopback
 from tfmulti.errors import EXIT_FAILED, ConfigError
 from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join_job
 from tfmulti.launch.guard import STOPPING
-from tfmulti.launch.host_manager import HostManager, TooFew, check_secret, own_host_name, sources_of
+from tfmulti.launch.host_manager import (
+    HostManager,
+    TooFewMachines,
+    check_secret,
+    named_hosts,
+    own_host_name,
+)
 from tfmulti.launch.isolation import isolate
 from tfmulti.launch.membership import Placement, Standing
 from tfmulti.launch.output import Output, quote
@@ -66,10 +72,10 @@ def run(
         UserError: the job cannot run as the configuration asks.
         TfmultiError: the first machine of a job that is started by hand does not answer.
     """
-    hosts = sources_of(config).now()
+    hosts = named_hosts(config)
     check_secret(config, hosts)
-    secret = config.secret or ("" if config.by_hand else job_secret.made())
-    env = {**env, job_secret.SECRET: secret}
+    secret = config.secret or ("" if config.by_hand else secrets.token_hex())
+    env = {**env, SECRET: secret}
     if config.by_hand and config.node_rank:
         name = own_host_name(config, hosts)
         assert name is not None
@@ -129,7 +135,7 @@ class Job:
         except Stopped as stop:
             self._say(f"{stop}: all workers have ended")
             return 128 + stop.number
-        except TooFew as error:
+        except TooFewMachines as error:
             self._say(str(error))
             return EXIT_FAILED
 

@@ -43,7 +43,7 @@ class WorkerGroup:
         self.lost: dict[str, str] = {}
         self.lost_s = 0.0
         self._machines = {name: machines[name] for name, _ in placement}
-        self._when_lost = lost
+        self._on_lost = lost
         self._last: dict[int, WorkerStatus] = {}
         self._requests: dict[str, list[StartRequest]] = {}
 
@@ -101,13 +101,13 @@ class WorkerGroup:
             self._last.update((status.rank, status) for status in statuses_of_machine)
         return [self._last[rank] for rank in sorted(self._last)]
 
-    def within_reach(self, status: WorkerStatus) -> bool:
-        """Returns whether the machine of a worker answers."""
-        return self.locations[status.rank][0] not in self.lost
-
     def running(self) -> list[WorkerStatus]:
         """Returns the workers that have not ended, on machines that answer."""
-        return [status for status in self.statuses() if status.runs and self.within_reach(status)]
+        return [
+            status
+            for status in self.statuses()
+            if status.runs and self.locations[status.rank][0] not in self.lost
+        ]
 
     def prepare(self) -> None:
         """Starts standby processes for another attempt, on all machines."""
@@ -149,5 +149,5 @@ class WorkerGroup:
             except Unreachable as error:
                 self.lost[name] = str(error)
                 self.lost_s = self.lost_s or time.monotonic()
-                self._when_lost(name, str(error))
+                self._on_lost(name, str(error))
         return results

@@ -18,7 +18,7 @@ from typing import IO
 
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.guard import Guard, send
+from tfmulti.launch.guard import Guard, send_signal
 from tfmulti.launch.heartbeat import (
     ERROR_FILE,
     PROGRESS_FILE,
@@ -30,6 +30,7 @@ from tfmulti.launch.heartbeat import (
 )
 from tfmulti.launch.idle import Idle
 from tfmulti.launch.shim import COMMAND, PARENT, STANDBY
+from tfmulti.launch.signals import GRACE
 from tfmulti.launch.stacks import STACKS_FILE
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -160,7 +161,7 @@ def worker_env(
         "LOCAL_WORLD_SIZE": str(request.local_world),
         "TFMULTI_RUN_ID": request.run_id,
         "TFMULTI_ATTEMPT": str(request.attempt),
-        "TFMULTI_GRACE_S": f"{config.shutdown_grace_s:g}",
+        GRACE: f"{config.shutdown_grace_s:g}",
         SAVED: json.dumps(dict(request.saved)),
         "PYTHONUNBUFFERED": "1",
         PARENT: str(os.getpid()),
@@ -187,7 +188,7 @@ class Worker:
         folder: the folder of its files.
         readers: the threads that read its output.
         ended_s: when it ended; None while it runs.
-        silent_s: when its streams of output ended, with infinity as the first item.
+        closed_s: when its streams of output were closed, with infinity as the first item.
         part_s: when it last wrote a part of a line, or -inf.
     """
 
@@ -196,7 +197,7 @@ class Worker:
     folder: Path
     readers: list[threading.Thread] = field(default_factory=list)
     ended_s: float | None = None
-    silent_s: list[float] = field(default_factory=lambda: [float("inf")])
+    closed_s: list[float] = field(default_factory=lambda: [float("inf")])
     part_s: float = float("-inf")
 
     def status(self, idle: Idle) -> WorkerStatus:
@@ -208,7 +209,7 @@ class Worker:
         returncode = self.process.poll()
         if returncode is not None and self.ended_s is None:
             # The output ends with the process, which may be well before this call.
-            self.ended_s = min(time.monotonic(), *self.silent_s)
+            self.ended_s = min(time.monotonic(), *self.closed_s)
         return WorkerStatus(
             self.rank,
             self.process.pid,
@@ -245,19 +246,19 @@ class Worker:
 
     def _read(self, name: str, source: IO[bytes], sink: Sink) -> None:
         """Gives each line of a stream to `sink` until the stream ends."""
-        begun = bytearray()
+        partial_line = bytearray()
         with source:
             while data := os.read(source.fileno(), _READ_BYTES):
-                *ended, rest = data.split(b"\n")
-                for end in ended:
-                    sink(self.rank, name, bytes(begun) + end + b"\n")
-                    begun.clear()
-                begun += rest
+                *line_ends, rest = data.split(b"\n")
+                for line_end in line_ends:
+                    sink(self.rank, name, bytes(partial_line) + line_end + b"\n")
+                    partial_line.clear()
+                partial_line += rest
                 if rest:
                     self.part_s = time.monotonic()
-            if begun:
-                sink(self.rank, name, bytes(begun))
-        self.silent_s.append(time.monotonic())
+            if partial_line:
+                sink(self.rank, name, bytes(partial_line))
+        self.closed_s.append(time.monotonic())
 
 
 class Standby:
@@ -307,7 +308,7 @@ class Standby:
             standby_process.stdin.close()
         except BrokenPipeError:
             # The process has died. The system may give its number to another process group.
-            send(standby_process.pid, signal.SIGKILL)
+            send_signal(standby_process.pid, signal.SIGKILL)
             standby_process.wait()
             self._guard.remove(standby_process.pid)
             return None
@@ -316,7 +317,7 @@ class Standby:
     def end(self) -> None:
         """Kills the standby processes that were not used."""
         for standby_process in self._spare.values():
-            send(standby_process.pid, signal.SIGKILL)
+            send_signal(standby_process.pid, signal.SIGKILL)
             standby_process.wait()
             self._guard.remove(standby_process.pid)
         self._spare.clear()

@@ -42,7 +42,8 @@ import cloudpickle
 from tfmulti.config.notebook_output import FILE, FOLDER_VARIABLE, NotebookOutput
 from tfmulti.errors import ConfigError, DeviceError, TfmultiError
 from tfmulti.launch.__main__ import main as launch
-from tfmulti.launch.shim import GRACE, PARENT, tie_to_launcher
+from tfmulti.launch.shim import PARENT, tie_to_launcher
+from tfmulti.launch.signals import GRACE
 
 _CALL, _RESULT, _FAILED = "call.pkl", "result.pkl", "failed_{}.pkl"
 _PRINTED = "printed.txt"

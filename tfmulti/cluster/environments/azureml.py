@@ -74,10 +74,10 @@ def _local_size(env: Env, size: int) -> int:
             "process_count_per_instance, among its environment_variables."
         )
     nodes = number_of(env, NODES, NAME, 1)
-    each, rest = divmod(size, nodes)
-    if rest or not each:
+    local_size, rest = divmod(size, nodes)
+    if rest or not local_size:
         raise ClusterError(
             f"azureml: WORLD_SIZE is {size}, which cannot be divided by the {nodes} nodes of "
             f"{NODES}. Start as many processes on each node, or set {LOCAL_SIZE}."
         )
-    return each
+    return local_size

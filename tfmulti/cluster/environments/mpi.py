@@ -69,8 +69,8 @@ def read(env: Env) -> Layout:
     if local_size >= size:
         hosts = (LOOPBACK,) * size
         return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, hosts)
-    own = socket.gethostname()
-    return Layout(NAME, rank, size, local_rank, local_size, own, allocated_hosts(env), job)
+    host = socket.gethostname()
+    return Layout(NAME, rank, size, local_rank, local_size, host, allocated_hosts(env), job)
 
 
 def completed(layout: Layout, env: Env, processes: Path = Path("/proc")) -> Layout:
@@ -95,9 +95,9 @@ def completed(layout: Layout, env: Env, processes: Path = Path("/proc")) -> Layo
     library = _library(layout)
     world = library.COMM_WORLD
     # The method `allgather` would unpickle what the other processes send.
-    own = layout.host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    own_name = layout.host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     gathered = bytearray(_NAME_BYTES * layout.size)
-    world.Allgather([own, library.BYTE], [gathered, library.BYTE])
+    world.Allgather([own_name, library.BYTE], [gathered, library.BYTE])
     hosts = names_of(bytes(gathered))
     token = bytearray(secrets.token_bytes(16))
     world.Bcast([token, library.BYTE])

@@ -45,16 +45,14 @@ def read(env: Env) -> Cluster:
             "names. SageMaker sets it; do not change it."
         )
     hosts.sort(key=_by_number)
-    own = env["SM_CURRENT_HOST"]
-    if own not in hosts:
+    host = env["SM_CURRENT_HOST"]
+    if host not in hosts:
         raise ClusterError(
-            f"sagemaker: SM_CURRENT_HOST is {own[:80]!r}, but SM_HOSTS is "
-            f"{env['SM_HOSTS'][:80]!r}. "
-            "SageMaker sets both; do not change them."
+            f"sagemaker: SM_CURRENT_HOST is {host[:80]!r}, but SM_HOSTS is "
+            f"{env['SM_HOSTS'][:80]!r}. SageMaker sets both; do not change them."
         )
-    return Cluster(
-        tuple(address_of(host, PORT) for host in hosts), Task("worker", hosts.index(own))
-    )
+    addresses = tuple(address_of(name, PORT) for name in hosts)
+    return Cluster(addresses, Task("worker", hosts.index(host)))
 
 
 def _hosts(env: Env) -> list[str] | None:

@@ -12,7 +12,6 @@ import json
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.cluster.layout import Env
 from tfmulti.config import json_values
-from tfmulti.errors import ClusterError
 
 NAME = "tf_config"
 VARIABLES = ("TF_CONFIG",)
@@ -29,13 +28,7 @@ def read(env: Env) -> Cluster:
     Raises:
         ClusterError: TF_CONFIG breaks a rule of its format.
     """
-    text = env["TF_CONFIG"].strip()
-    if "sparseCluster" in _object(text):
-        raise ClusterError(
-            "TF_CONFIG has a sparseCluster, which lists this worker alone, but every worker needs "
-            "the addresses of all. Set enableDynamicWorker: false in the TFJob."
-        )
-    return Cluster.from_tf_config(text)
+    return Cluster.from_tf_config(env["TF_CONFIG"].strip())
 
 
 def is_empty(text: str) -> bool:
@@ -46,22 +39,10 @@ def is_empty(text: str) -> bool:
     >>> is_empty('{}'), is_empty('{"cluster": {}}'), is_empty('{"task": {"type": "worker"}}')
     (True, True, False)
     """
-    if not text:
-        return True
     try:
-        json_values.parse(text)
+        config = json_values.parse(text or "{}")
     except json.JSONDecodeError:
         # `Cluster.from_tf_config` will say what is wrong with the text.
         return False
-    config = _object(text)
-    is_object = isinstance(json_values.parse(text), dict)
-    return is_object and not any(config.get(key) for key in ("cluster", "sparseCluster", "task"))
-
-
-def _object(text: str) -> dict[str, object]:
-    """Returns the JSON object of a text, or an empty one if the text is none."""
-    try:
-        config = json_values.parse(text)
-    except json.JSONDecodeError:
-        return {}
-    return config if isinstance(config, dict) else {}
+    keys = ("cluster", "sparseCluster", "task")
+    return isinstance(config, dict) and not any(config.get(key) for key in keys)

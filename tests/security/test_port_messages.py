@@ -165,7 +165,7 @@ def test_texts_of_a_result_cannot_change_the_terminal() -> None:
     )
     text = shown(result)
     assert "\x1b" not in text
-    assert "cannot reach it at h1:1: {address.__class__}[31m" in text
+    assert "worker 0: worker 1 cannot reach it at h1:1: {address.__class__}[31m" in text
     finding = next(
         each
         for each in job.compare(

@@ -12,72 +12,28 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tfmulti.cluster import door as doors
-from tfmulti.cluster import port_agreement
+from tests.support.callers import HOST, NONCE, SECRET, MasterPort, is_closed, knock
+from tests.support.launching import wait_for
+from tfmulti.cluster import handshake, port_agreement
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.cluster.layout import Layout
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.doctor.network import Network
 from tfmulti.launch.addresses import reserved
-from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import JoinListener
-from tfmulti.launch.hosts import parse_hosts
 
 pytestmark = pytest.mark.processes
 
-SECRET = "known to both sides"
-NONCE = "00" * 16
-HERE = "127.0.0.1"
 _jobs = itertools.count()
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = 10.0) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
-
-
-class LaunchersDoor:
-    """The master port, at which the machine b is expected."""
-
-    name = "b"
-    program = ("train", "--epochs", "3")
-
-    def __init__(self) -> None:
-        with socket.create_server((HERE, 0)) as free:
-            self.port = free.getsockname()[1]
-        config = LaunchConfig(
-            program=self.program,
-            module=True,
-            master_port=self.port,
-            node_rank=0,
-            hosts=parse_hosts("a:1,b:1"),
-            secret=SECRET,
-        )
-        self.key = SECRET.encode()
-        self.listener = JoinListener(config, HERE, [HERE, HERE])
-
-    def comes_in(self) -> bool:
-        connection = TcpMessageConnection(knock(self.port))
-        doors.prove(connection, self.key, self.name)
-        connection.send({"program": "\0".join(self.program)})
-        wait_for(lambda: self.name in self.listener._waiting)
-        connection.close()
-        return True
-
-    def close(self) -> None:
-        self.listener.close(0)
-
-
-class AgreementsDoor:
+class AgreementPort:
     """The port of rank 0 of a scheduler's job, at which rank 1 is expected."""
 
     name = "1"
@@ -85,7 +41,7 @@ class AgreementsDoor:
     def __init__(self) -> None:
         job = f"doors {os.getpid()} {next(_jobs)}"
         self.jobs = [
-            Layout("slurm", rank, 2, rank, 2, HERE, (HERE,), job, (HERE,) * 2) for rank in (0, 1)
+            Layout("slurm", rank, 2, rank, 2, HOST, (HOST,), job, (HOST,) * 2) for rank in (0, 1)
         ]
         self.port, self.key = self.jobs[0].port(1000), f"{SECRET} {job}".encode()
         self.pool = ThreadPoolExecutor(1)
@@ -111,7 +67,7 @@ class AgreementsDoor:
         self.pool.shutdown()
 
 
-class DoctorsDoor:
+class DoctorPort:
     """The port of the doctor's worker 0, at which worker 1 is expected."""
 
     name = "1"
@@ -138,28 +94,14 @@ class DoctorsDoor:
         self.reserved.__exit__(None, None, None)
 
 
-Door = LaunchersDoor | AgreementsDoor | DoctorsDoor
+JobPort = MasterPort | AgreementPort | DoctorPort
 
 
-@pytest.fixture(params=[LaunchersDoor, AgreementsDoor, DoctorsDoor])
-def door(request: pytest.FixtureRequest) -> Iterator[Door]:
-    made = request.param()
-    yield made
-    made.close()
-
-
-def knock(port: int, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection((HERE, port), 5)
-    connection.settimeout(10)
-    connection.sendall(data)
-    return connection
-
-
-def is_closed(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1) == b""
-    except OSError:
-        return True
+@pytest.fixture(params=[MasterPort, AgreementPort, DoctorPort])
+def port(request: pytest.FixtureRequest) -> Iterator[JobPort]:
+    job_port = request.param()
+    yield job_port
+    job_port.close()
 
 
 @pytest.mark.parametrize(
@@ -169,35 +111,44 @@ def is_closed(connection: socket.socket) -> bool:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x80\x04\x95cos\nsystem\n",
         b"[]\n",
+        b'{"ask": "take", "result": {}}\n',
         b'{"name": 3}\n',
         b'{"name": {"a": "b"}, "program": "x"}\n',
         b'{"name": "' + b"b" * 400 + b'"}\n',
         b"[" * 60_000 + b"\n",
-        b'{"name": "NAME"' + b" " * doors.GREETING_BYTES + b"}\n",
+        b'{"name": "NAME"' + b" " * handshake.HANDSHAKE_BYTES + b"}\n",
         b'{"name": "NAME", "nonce": ""}\n',
         b'{"name": "NAME", "nonce": 7}\n',
         b'{"name": "NAME", "nonce": "no hexadecimal"}\n',
         b'{"name": "NAME", "nonce": "' + NONCE.encode() * 2 + b'"}\n',
     ],
 )
-def test_a_caller_that_says_nonsense_is_rejected(door: Door, data: bytes) -> None:
-    with knock(door.port, data.replace(b"NAME", door.name.encode())) as stranger:
+def test_a_caller_that_says_nonsense_is_rejected(port: JobPort, data: bytes) -> None:
+    with knock(port.port, data.replace(b"NAME", port.name.encode())) as stranger:
         assert is_closed(stranger)
-    assert door.comes_in()
+    assert port.comes_in()
+
+
+@pytest.mark.parametrize("port", [AgreementPort, DoctorPort], indirect=True)
+@pytest.mark.parametrize("name", ["9", "1 1"])
+def test_a_rank_that_the_job_does_not_have_is_rejected(port: JobPort, name: str) -> None:
+    line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
+    assert is_closed(knock(port.port, line))
+    assert port.comes_in()
 
 
 @pytest.mark.parametrize(
     "second",
     [b"", b"{}", b'{"proof": ""}', b'{"proof": "' + b"00" * 32 + b'"}', b'{"port": 17003}'],
 )
-def test_a_caller_without_a_proof_is_rejected(door: Door, second: bytes) -> None:
-    with knock(door.port) as stranger:
+def test_a_caller_without_a_proof_is_rejected(port: JobPort, second: bytes) -> None:
+    with knock(port.port) as stranger:
         connection = TcpMessageConnection(stranger)
-        connection.send({"name": door.name, "nonce": NONCE})
+        connection.send({"name": port.name, "nonce": NONCE})
         assert len(connection.expect()["proof"]) == 64
         stranger.sendall(second + b"\n")
         assert is_closed(stranger)
-    assert door.comes_in()
+    assert port.comes_in()
 
 
 @pytest.mark.parametrize(
@@ -217,40 +168,40 @@ def test_a_caller_without_a_proof_is_rejected(door: Door, second: bytes) -> None
     ],
 )
 def test_a_process_of_the_job_that_says_nonsense_costs_nothing(
-    door: Door, first: dict[str, Any]
+    port: JobPort, first: dict[str, Any]
 ) -> None:
     """A process may have another version of tfmulti."""
-    connection = TcpMessageConnection(knock(door.port))
-    doors.prove(connection, door.key, door.name)
+    connection = TcpMessageConnection(knock(port.port))
+    handshake.authenticate(connection, port.key, port.name)
     connection.send(first)
     connection.limit(1.0)
     while connection.receive() is not None:
         pass
     connection.close()
-    assert door.comes_in()
+    assert port.comes_in()
 
 
 @pytest.mark.parametrize("name", ["\ud800", "b\n", "\0", "b" * 300, 3, None, {}, "\x1b[2J"])
-def test_no_greeting_blocks_a_connection_for_ever(door: Door, name: Any) -> None:
+def test_no_handshake_blocks_a_connection_for_ever(port: JobPort, name: Any) -> None:
     """In an earlier version 64 names that cannot be encoded blocked all later connections."""
     for _ in range(3):
         line = json.dumps({"name": name, "nonce": NONCE}).encode() + b"\n"
-        assert is_closed(knock(door.port, line))
-    assert door.comes_in()
+        assert is_closed(knock(port.port, line))
+    assert port.comes_in()
 
 
 def test_a_lack_of_threads_does_not_stop_the_listener(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    port: JobPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
+    monkeypatch.setattr(handshake.threading, "Thread", Mock(side_effect=RuntimeError("no more")))
     for _ in range(3):
-        assert is_closed(knock(door.port))
+        assert is_closed(knock(port.port))
     monkeypatch.undo()
-    assert door.comes_in()
+    assert port.comes_in()
 
 
 def test_too_many_open_files_do_not_stop_the_listener(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    port: JobPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept, failed = socket.socket.accept, []
 
@@ -261,19 +212,19 @@ def test_too_many_open_files_do_not_stop_the_listener(
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", failing)
-    # The door still waits in the original `accept`, which this connection ends.
-    with knock(door.port, b"\n"):
+    # The server still waits in the original `accept`, which this connection ends.
+    with knock(port.port, b"\n"):
         pass
-    assert door.comes_in()
+    assert port.comes_in()
     assert len(failed) == 3
 
 
-def test_an_endless_line_is_not_kept(door: Door) -> None:
-    """The connection ends after the largest number of bytes that a greeting may have."""
-    data = b"x" * doors.GREETING_BYTES
-    with knock(door.port) as stranger:
+def test_an_endless_line_is_not_kept(port: JobPort) -> None:
+    """The connection ends after the largest number of bytes that a handshake may have."""
+    data = b"x" * handshake.HANDSHAKE_BYTES
+    with knock(port.port) as stranger:
         assert sent_until_it_ends(stranger, data, most=2_000) < 2_000
-    assert door.comes_in()
+    assert port.comes_in()
 
 
 def sent_until_it_ends(stranger: socket.socket, data: bytes, most: int, wait_s: float = 0) -> int:
@@ -287,34 +238,36 @@ def sent_until_it_ends(stranger: socket.socket, data: bytes, most: int, wait_s: 
     return most
 
 
-def test_a_greeting_byte_by_byte_has_an_end(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "GREETING_S", 0.5)
-    with knock(door.port) as stranger:
+def test_a_handshake_byte_by_byte_ends(port: JobPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)
+    with knock(port.port) as stranger:
         assert sent_until_it_ends(stranger, b" ", most=200, wait_s=0.05) < 100
-    assert door.comes_in()
+    assert port.comes_in()
 
 
-def test_silent_callers_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest greeting gives its place to a new caller, long before its time is over."""
-    monkeypatch.setattr(doors, "GREETING_S", 100.0)
-    strangers = [knock(door.port) for _ in range(doors.GREETED_AT_ONCE)]
+def test_silent_callers_keep_nobody_out(port: JobPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest handshake gives its place to a new caller, long before its time is over."""
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 100.0)
+    strangers = [knock(port.port) for _ in range(handshake.HANDSHAKES_AT_ONCE)]
     began = time.monotonic()
-    assert door.comes_in()
+    assert port.comes_in()
     assert time.monotonic() - began < 10
     for stranger in strangers:
         stranger.close()
 
 
-def test_many_at_once_do_not_fill_the_process(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "GREETING_S", 100.0)
+def test_many_at_once_do_not_fill_the_process(
+    port: JobPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 100.0)
     before = threading.active_count()
-    strangers = [knock(door.port) for _ in range(3 * doors.GREETED_AT_ONCE)]
-    wait_for(lambda: sum(map(_is_over, strangers)) >= 2 * doors.GREETED_AT_ONCE)
-    assert threading.active_count() <= before + 2 * doors.GREETED_AT_ONCE
+    strangers = [knock(port.port) for _ in range(3 * handshake.HANDSHAKES_AT_ONCE)]
+    wait_for(lambda: sum(map(_is_over, strangers)) >= 2 * handshake.HANDSHAKES_AT_ONCE)
+    assert threading.active_count() <= before + 2 * handshake.HANDSHAKES_AT_ONCE
     for stranger in strangers:
         stranger.close()
     wait_for(lambda: threading.active_count() <= before + 1)
-    assert door.comes_in()
+    assert port.comes_in()
 
 
 def _is_over(connection: socket.socket) -> bool:

@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +18,24 @@ from typing import Any
 
 import pytest
 
-from tfmulti.cluster import door as doors
+from tests.support.callers import (
+    NONCE,
+    SECRET,
+    START_REQUEST,
+    MasterPort,
+    StubMachine,
+    is_closed,
+    knock,
+)
+from tests.support.launching import wait_for
+from tfmulti.cluster import handshake
 from tfmulti.cluster.job_secret import MessageAuthenticator, secret_of
 from tfmulti.cluster.messages import MOST_BYTES, MessageConnection, TcpMessageConnection
 from tfmulti.distribution.transport import rendezvous
 from tfmulti.errors import ConfigError
 from tfmulti.launch import agent, connect, guard
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.connect import JoinListener, remote_command
+from tfmulti.launch.connect import remote_command
 from tfmulti.launch.host_manager import check_secret
 from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
@@ -34,110 +43,41 @@ from tfmulti.launch.remote_machine import RemoteMachine
 
 pytestmark = pytest.mark.processes
 
-PROGRAM = ("train", "--epochs", "3")
-SECRET = "known to both sides"
-NONCE = "00" * 16
-
-
-def wait_for(condition: Callable[[], Any], limit_s: float = 10.0) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.02)
-
 
 @pytest.fixture
-def door() -> Iterator[tuple[JoinListener, int]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    made = JoinListener(
-        LaunchConfig(
-            program=PROGRAM,
-            module=True,
-            master_port=port,
-            node_rank=0,
-            hosts=parse_hosts("a:1,b:1"),
-            secret=SECRET,
-        ),
-        "127.0.0.1",
-        ["127.0.0.1", "127.0.0.1"],
-    )
-    yield made, port
-    made.close(0)
+def port() -> Iterator[MasterPort]:
+    master_port = MasterPort()
+    yield master_port
+    master_port.close()
 
 
-def knock(port: int, data: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", port), 5)
-    connection.settimeout(10)
-    connection.sendall(data)
-    return connection
+def test_a_caller_without_the_secret_is_reported(port: MasterPort) -> None:
+    """The launcher reports only the callers with the name of a machine that it expects."""
+
+    def call_without_the_secret() -> None:
+        connection = TcpMessageConnection(knock(port.port))
+        connection.send({"name": "b", "nonce": NONCE})
+        connection.receive()
+        connection.send({"proof": "00" * 32})
+        assert connection.receive() is None
+
+    call_without_the_secret()
+    for reason in ("has not been started there", "does not know the job's secret"):
+        with pytest.raises(Unreachable, match=reason):
+            port.listener.accept_machine(Host("b"), {}, "r", lambda *line: None)
+        call_without_the_secret()
+    assert port.comes_in()
 
 
-def is_closed(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1) == b""
-    except OSError:
-        return True
-
-
-def proven(port: int, secret: str = SECRET, name: str = "b") -> MessageConnection | None:
-    """Returns a connection on which both sides have proven that they know the secret."""
-    connection = TcpMessageConnection(knock(port))
-    try:
-        doors.prove(connection, secret.encode(), name)
-    except doors.Stranger:
-        return None
-    return connection
-
-
-def comes_in(door: JoinListener, port: int, name: str = "b") -> bool:
-    """Returns whether a machine of the job is still accepted."""
-    connection = proven(port, name=name)
-    assert connection is not None
-    connection.send({"program": "\0".join(PROGRAM)})
-    wait_for(lambda: name in door._waiting)
-    connection.close()
-    return True
-
-
-@pytest.mark.parametrize(
-    "second",
-    [b"", b"{}", b'{"proof": ""}', b'{"proof": "' + b"00" * 32 + b'"}', b'{"program": "train"}'],
-)
-def test_a_caller_without_the_secret_is_rejected(
-    door: tuple[JoinListener, int], second: bytes
-) -> None:
-    """The machine's name and the program are not secret, because ps shows them to all users."""
-    connection = TcpMessageConnection(stranger := knock(door[1]))
-    connection.send({"name": "b", "nonce": NONCE, "program": "\0".join(PROGRAM)})
-    assert len((connection.receive() or {})["proof"]) == 64
-    stranger.sendall(second + b"\n")
-    assert is_closed(stranger)
-    with pytest.raises(Unreachable, match="has not been started there"):
-        # From here on the launcher knows the expected machine.
-        accept_machine(door[0])
-    other = TcpMessageConnection(knock(door[1]))
-    other.send({"name": "b", "nonce": NONCE})
-    other.receive()
-    other.send({"proof": "00" * 32})
-    assert other.receive() is None
-    with pytest.raises(Unreachable, match="does not know the job's secret"):
-        accept_machine(door[0])
-    assert comes_in(*door)
-
-
-def accept_machine(door: JoinListener) -> RemoteMachine:
-    return door.accept_machine(Host("b"), {}, "r", lambda *line: None)
-
-
-def test_recorded_messages_prove_nothing(door: tuple[JoinListener, int]) -> None:
+def test_recorded_messages_prove_nothing(port: MasterPort) -> None:
     """A message can neither be repeated nor sent back to its sender."""
     said: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as between:
-        caller = threading.Thread(target=proven, args=(between.getsockname()[1],))
+        ours = TcpMessageConnection(knock(between.getsockname()[1]))
+        caller = threading.Thread(target=handshake.authenticate, args=(ours, port.key, "b"))
         caller.start()
         near, _ = between.accept()
-        far, from_near = knock(door[1]), near.makefile("rb")
+        far, from_near = knock(port.port), near.makefile("rb")
         said.append(from_near.readline())
         far.sendall(said[0])
         near.sendall(far.makefile("rb").readline())
@@ -145,15 +85,15 @@ def test_recorded_messages_prove_nothing(door: tuple[JoinListener, int]) -> None
         caller.join()
     assert b'"proof"' in said[1]
     far.close()
-    with knock(door[1], said[0]) as again:
+    with knock(port.port, said[0]) as again:
         answer = json.loads(again.makefile("rb").readline())
         again.sendall(said[1])
         assert is_closed(again)
-    with knock(door[1], said[0]) as again:
+    with knock(port.port, said[0]) as again:
         again.makefile("rb").readline()
         again.sendall(json.dumps({"proof": answer["proof"]}).encode() + b"\n")
         assert is_closed(again)
-    assert comes_in(*door)
+    assert port.comes_in()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "x"), OSError(errno.ECONNABORTED, "x")])
@@ -182,8 +122,8 @@ def test_workers_connect_although_an_accept_fails(
 
 
 def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = guard.Guard(1.0)
-    os.kill(made._pid, signal.SIGKILL)
+    guard_of_test = guard.Guard(1.0)
+    os.kill(guard_of_test._pid, signal.SIGKILL)
     tried: list[Any] = []
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -191,12 +131,12 @@ def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monke
         raise OSError(errno.ENOMEM, "no memory")
 
     monkeypatch.setattr(guard.subprocess, "Popen", fails)
-    wait_for(lambda: made.check() or len(tried) >= 2)
+    wait_for(lambda: guard_of_test.check() or len(tried) >= 2)
     monkeypatch.undo()
-    made.check()
-    assert made._another is not None
-    assert made._another.poll() is None
-    made.close()
+    guard_of_test.check()
+    assert guard_of_test._replacement is not None
+    assert guard_of_test._replacement.poll() is None
+    guard_of_test.close()
 
 
 def test_a_host_file_that_may_grow_needs_a_secret(tmp_path: Path) -> None:
@@ -233,7 +173,7 @@ def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], ask: str
     with theirs.makefile("rwb") as agents:
         agents.write(b'{"hello": {"cores": 1, "gpus": 0}}\n')
         agents.flush()
-        machine = RemoteMachine("h", ours, {}, lambda *a: None, lambda: "")
+        machine = remote_machine(ours, [])
         agents.write(json.dumps({"id": 1, **answer}).encode() + b"\n")
         agents.flush()
         arguments: list[Any] = {"reserve": [3], "silent": [["h:1", "h:2"]], "stacks": []}[ask]
@@ -249,8 +189,8 @@ def test_an_answer_without_the_secret_gets_no_proof() -> None:
             ours = TcpMessageConnection(knock(taken.getsockname()[1]))
             theirs, _ = taken.accept()
         theirs.sendall(json.dumps(answer).encode() + b"\n")
-        with pytest.raises(doors.Stranger):
-            doors.prove(ours, SECRET.encode(), "b")
+        with pytest.raises(handshake.HandshakeError):
+            handshake.authenticate(ours, SECRET.encode(), "b")
         heard = theirs.recv(10_000)
         theirs.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -260,16 +200,17 @@ def test_an_answer_without_the_secret_gets_no_proof() -> None:
         assert SECRET.encode() not in heard
 
 
-def sealed_pair() -> tuple[MessageConnection, MessageConnection, socket.socket, socket.socket]:
-    """Returns two sealed ends, and the sockets of an attacker between them."""
+def signing_pair() -> tuple[MessageConnection, MessageConnection, socket.socket, socket.socket]:
+    """Returns two ends that sign, and the sockets of an attacker between them."""
     (one, from_one), (two, to_two) = over_pair(), over_pair()
-    one.seal, two.seal = MessageAuthenticator(b"1", b"2"), MessageAuthenticator(b"2", b"1")
+    one.authenticator = MessageAuthenticator(b"1", b"2")
+    two.authenticator = MessageAuthenticator(b"2", b"1")
     return one, two, from_one, to_two
 
 
 @pytest.mark.parametrize("tampering", ["changed", "left out", "repeated", "swapped", "unsigned"])
 def test_a_message_changed_on_the_way_ends_the_connection(tampering: str) -> None:
-    one, two, from_one, to_two = sealed_pair()
+    one, two, from_one, to_two = signing_pair()
     lines = []
     with from_one.makefile("rb") as heard:
         for number in range(3):
@@ -288,8 +229,8 @@ def test_a_message_changed_on_the_way_ends_the_connection(tampering: str) -> Non
     assert two.receive() is None
 
 
-def test_sealed_messages_pass_in_both_directions() -> None:
-    one, two, from_one, to_two = sealed_pair()
+def test_signed_messages_pass_in_both_directions() -> None:
+    one, two, from_one, to_two = signing_pair()
     one.send({"a": 1})
     one.send({"a": 2})
     to_two.sendall(from_one.recv(1000))
@@ -336,12 +277,16 @@ def test_where_a_secret_comes_from(tmp_path: Path) -> None:
 
 def test_the_secret_is_in_no_message_and_no_repr() -> None:
     config = LaunchConfig(
-        program=PROGRAM, module=True, hosts=parse_hosts("a,b"), node_rank=0, secret=SECRET
+        program=MasterPort.program,
+        module=True,
+        hosts=parse_hosts("a,b"),
+        node_rank=0,
+        secret=SECRET,
     )
     begin = connect.begin_of(config, {"TFMULTI_SECRET": SECRET}, "b", "r")
     assert SECRET not in json.dumps(begin) + repr(config)
     over_ssh = connect.begin_of(
-        LaunchConfig(program=PROGRAM, module=True), {"TFMULTI_SECRET": SECRET}, "b", "r"
+        LaunchConfig(program=MasterPort.program, module=True), {"TFMULTI_SECRET": SECRET}, "b", "r"
     )
     assert over_ssh["env"]["TFMULTI_SECRET"] == SECRET
 
@@ -359,7 +304,14 @@ def test_an_agent_without_a_valid_hello_is_unreachable(hello: Any) -> None:
     connection, theirs = over_pair()
     theirs.sendall(json.dumps({"hello": hello}).encode() + b"\n")
     with pytest.raises(Unreachable, match="not an agent"):
-        RemoteMachine("b", connection, {}, lambda *line: None, lambda: "")
+        remote_machine(connection, [])
+
+
+def remote_machine(connection: MessageConnection, lines: list[Any]) -> RemoteMachine:
+    """Returns a machine with the worker of rank 0, whose lines are added to a list."""
+    remote = RemoteMachine("b", connection, {}, lambda *line: lines.append(line), lambda: "")
+    remote._ranks = {0}
+    return remote
 
 
 STATUS = {"pid": 1, "returncode": None, "ended_s": None, "heartbeat": None, "error": None}
@@ -385,8 +337,7 @@ def test_a_message_of_another_form_ends_the_connection(message: Any) -> None:
     connection, theirs = over_pair()
     lines: list[Any] = []
     theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
-    remote = RemoteMachine("b", connection, {}, lambda *line: lines.append(line), lambda: "")
-    remote._ranks = {0}
+    remote = remote_machine(connection, lines)
     theirs.sendall(json.dumps(message).encode() + b"\n")
     wait_for(lambda: remote._ended)
     with pytest.raises(Unreachable):
@@ -399,53 +350,13 @@ def test_lines_of_workers_come_through() -> None:
     connection, theirs = over_pair()
     lines: list[Any] = []
     theirs.sendall(b'{"hello": {"cores": 2, "gpus": 0}}\n')
-    remote = RemoteMachine("b", connection, {}, lambda *line: lines.append(line), lambda: "")
-    remote._ranks = {0}
+    remote = remote_machine(connection, lines)
     theirs.sendall(b'{"line": [0, "stderr", "x"]}\n')
     wait_for(lambda: lines == [(0, "stderr", b"x")])
     remote.close()
 
 
-class LocalMachine:
-    """An agent's machine, of which an order may call only some methods."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.secret = "s"
-
-    def statuses(self) -> list[Any]:
-        return []
-
-    def reserve(self, count: int) -> list[str]:
-        self.asked.append(count)
-        return ["a:1"]
-
-    def start(self, orders: Any) -> None:
-        self.asked.append(orders)
-
-    def stacks(self) -> None:
-        self.asked.append("stacks")
-
-    stop = kill = stacks
-
-    def danger(self) -> None:
-        self.asked.append("danger")
-
-
-ORDER = {
-    "rank": 1,
-    "local_rank": 0,
-    "local_world": 1,
-    "addresses": ["a:1"],
-    "run_id": "r",
-    "attempt": 2,
-    "folder": "/etc",
-    "gpus": 0,
-    "saved": {},
-}
-
-
-def answer_to(request: dict[str, Any], machine: LocalMachine, folder: Path) -> dict[str, Any]:
+def answer_to(request: dict[str, Any], machine: StubMachine, folder: Path) -> dict[str, Any]:
     connection, theirs = over_pair()
     agent.Agent(connection, machine, folder)._handle(request)  # type: ignore[arg-type]
     answer: dict[str, Any] = json.loads(theirs.makefile().readline())
@@ -465,23 +376,26 @@ def answer_to(request: dict[str, Any], machine: LocalMachine, folder: Path) -> d
         {"do": "reserve"},
         {"do": "reserve", "with": ["2"]},
         {"do": "reserve", "with": {"a": 1}},
-        {"do": "start", "with": [[{**ORDER, "rank": "../../x"}]]},
+        {"do": "start", "with": [[{**START_REQUEST, "rank": "../../x"}]]},
         {"do": "start", "with": [[{}]]},
         {"do": "start", "with": [3]},
     ],
 )
 def test_an_agent_handles_only_known_requests(tmp_path: Path, message: dict[str, Any]) -> None:
-    machine = LocalMachine()
+    machine = StubMachine()
     answer = answer_to({"id": 5, **message}, machine, tmp_path)
     assert (answer["id"], "fails" in answer) == (5, True)
-    assert machine.asked == []
+    assert machine.calls == []
 
 
-def test_an_order_stays_in_the_agents_folder(tmp_path: Path) -> None:
-    machine = LocalMachine()
-    assert answer_to({"do": "reserve", "id": 1, "with": [2]}, machine, tmp_path)["gives"] == ["a:1"]
-    answer_to({"do": "start", "id": 2, "with": [[ORDER]]}, machine, tmp_path)
-    count, [request] = machine.asked
+def test_a_start_request_stays_in_the_agents_folder(tmp_path: Path) -> None:
+    machine = StubMachine()
+    assert (
+        answer_to({"do": "reserve", "id": 1, "with": [2]}, machine, tmp_path)["gives"]
+        == ["h:1"] * 2
+    )
+    answer_to({"do": "start", "id": 2, "with": [[START_REQUEST]]}, machine, tmp_path)
+    count, [request] = machine.calls
     assert count == 2
     assert request.folder == str(tmp_path / "attempt_2" / "worker_1")
 
@@ -494,7 +408,7 @@ def test_brackets_hold_an_address(name: str) -> None:
 
 def test_a_host_is_no_flag_of_sshs() -> None:
     assert parse_hosts("[fe80::1%eth0]:2") == (Host("[fe80::1%eth0]", 2),)
-    argv = remote_command(LaunchConfig(program=PROGRAM, module=True), "[::1]")
+    argv = remote_command(LaunchConfig(program=MasterPort.program, module=True), "[::1]")
     assert argv[argv.index("--") + 1] == "::1"
 
 
