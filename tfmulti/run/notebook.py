@@ -133,7 +133,8 @@ def _run_workers(folder: Path, workers: int) -> tuple[int, str]:
     paths = [path for path in sys.path if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *paths])}
     env[FOLDER_VARIABLE] = str(folder)
-    # The launcher ends when this process ends. The workers get the time GRACE to save.
+    # If this process ends, the launcher gets SIGTERM. It kills its process group only after a time
+    # that is longer than the time that the workers have to save.
     env |= {PARENT: str(os.getpid()), GRACE: f"{_STOP_S:g}"}
     # A notebook shows no colours of a terminal, and no lines of TensorFlow's start.
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
