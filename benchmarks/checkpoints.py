@@ -1,24 +1,23 @@
-"""What a checkpoint costs a run: seconds that it adds, and their part of the default interval.
+"""Measures how many seconds a checkpoint adds to a run.
 
     python -m benchmarks.checkpoints [--rounds 5]
 
-trains models of two sizes on one device, epochs with one checkpoint and epochs without in turns,
-and writes the medians to benchmarks/results/checkpoints.json.
+The command trains models of two sizes on one device. Epochs with one checkpoint and epochs without
+one run in turns. The medians go to benchmarks/results/checkpoints.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "checkpoints.json"
+from benchmarks import result_files
+
 SIZES = {"1 million parameters": 700, "25 million parameters": 3500}
 BATCH, STEPS, DEFAULT_S = 32, 40, 60.0
 
@@ -39,7 +38,7 @@ def measure(units: int, rounds: int) -> dict[str, float]:
     x = np.zeros((BATCH * STEPS, units), np.float32)
 
     class OneCheckpoint(Checkpoint):
-        """In the midst of the epoch; the one at its end is left out."""
+        """Makes one checkpoint in the middle of the epoch, and none at its end."""
 
         def wants(self, step: int, count: int) -> bool:
             return step == STEPS // 2
@@ -58,14 +57,15 @@ def measure(units: int, rounds: int) -> dict[str, float]:
 
     times = []
     with tempfile.TemporaryDirectory() as root:
-        seconds(root + "/first", checkpoint=True)  # traces
+        # The first epoch is traced.
+        seconds(root + "/first", checkpoint=True)
         for number in range(rounds):
             times.append((seconds("", False), seconds(f"{root}/{number}", True)))
         size = next(Path(root, "0").iterdir()).stat().st_size
     added = statistics.median(with_it - without for without, with_it in times)
     return {
         "file_mb": round(size / 1e6, 1),
-        "epoch_without_s": round(statistics.median(a for a, _ in times), 3),
+        "epoch_without_s": round(statistics.median(without for without, _ in times), 3),
         "added_s": round(added, 3),
         "percent_at_the_default_of_60_s": round(100 * added / DEFAULT_S, 2),
     }
@@ -75,16 +75,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    import keras
-    import tensorflow as tf
-
     results = {
-        "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
-        "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "machine": result_files.MACHINE,
+        "versions": result_files.versions(),
         "sizes": {name: measure(units, rounds) for name, units in SIZES.items()},
     }
     print(json.dumps(results, indent=1))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    result_files.write("checkpoints", results)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ them out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -27,11 +28,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks import training_table
+from benchmarks import result_files, training_table
+from benchmarks.result_files import ROOT
 from benchmarks.workloads import WORKLOADS
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = training_table.RESULTS
 LIMIT_S = 300.0
 
 
@@ -146,7 +146,7 @@ def run(work: str, side: str, kind: str) -> dict[str, float]:
             texts = [path.read_text()[-2000:] for path in sorted(logs.glob("err-*"))]
             raise RuntimeError(f"{' '.join(command)} failed: {' | '.join(texts)}")
         figures = [json.loads(path.read_text().splitlines()[-1]) for path in logs.glob("out-*")]
-    return {name: round(max(each[name] for each in figures), 3) for name in figures[0]}
+    return {name: round(max(worker[name] for worker in figures), 3) for name in figures[0]}
 
 
 def _workers(kind: str) -> Iterator[tuple[dict[str, str], str]]:
@@ -154,7 +154,7 @@ def _workers(kind: str) -> Iterator[tuple[dict[str, str], str]]:
     if kind != "workers":
         yield {}, "0,1" if kind == "mirrored" else "0"
         return
-    ports = [str(port) for port in _free_ports(3)]
+    ports = [str(port) for port in free_ports(3)]
     for rank in range(2):
         cluster = {"worker": [f"127.0.0.1:{port}" for port in ports[:2]]}
         task = {"type": "worker", "index": rank}
@@ -171,14 +171,13 @@ def _workers(kind: str) -> Iterator[tuple[dict[str, str], str]]:
         )
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this machine that no program uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 def _is_installed(side: str) -> bool:
@@ -208,15 +207,15 @@ def _write(medians: dict[str, Any]) -> None:
     Earlier results of another machine or of other versions are dropped.
     """
     environment = {"machine": _machine(), "versions": _versions()}
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    before = result_files.read("compare")
     same = all(before.get(name) == value for name, value in environment.items())
     workloads = before["workloads"] if same else {}
     for work, of_kinds in medians.items():
         for kind, sides in of_kinds.items():
             workloads.setdefault(work, {}).setdefault(kind, {}).update(sides)
-    RESULTS.write_text(json.dumps({**environment, "workloads": workloads}, indent=1) + "\n")
+    result_files.write("compare", {**environment, "workloads": workloads})
     training_table.main()
-    print(f"written {RESULTS.relative_to(ROOT)}")
+    print("written benchmarks/results/compare.json")
 
 
 def _machine() -> dict[str, Any]:
@@ -228,7 +227,7 @@ def _machine() -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     names = ("tensorflow", "tensorflow-cpu", "keras", "tf_keras", "torch")
-    installed = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+    installed = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions()}
     return {name: installed[name] for name in names if name in installed} | {
         "python": platform.python_version()
     }

@@ -1,11 +1,11 @@
-"""What inexact training does to its curve: two workers, exact, and in half the bytes.
+"""Compares the losses of training with compressed gradients and of exact training.
 
     python -m benchmarks.curves [--seeds 3] [--epochs 8] [--only SIDE]
 
-trains the digits' CNN by `python -m tfmulti.launch -m tfmulti.fit` with each flag, from the same
-seeds, and writes what was lost and validated after each epoch to benchmarks/results/curves.json
-and docs/curves.png. Exact training is the same on any number of workers, so it is the yardstick;
-how far its own seeds lie apart says which differences count.
+The command trains the digits' CNN on two workers, with each flag and from the same seeds. It writes
+the losses and accuracies of each epoch to benchmarks/results/curves.json, docs/curves.png and
+docs/slow-networks.md. A difference from exact training counts only if it is larger than the
+differences between the seeds of exact training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,11 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import result_files
+from benchmarks.result_files import ROOT
 from benchmarks.table import write
 
-RESULTS = Path(__file__).parent / "results" / "curves.json"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "slow-networks.md"
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "curves.png"
+PAGE, PICTURE = ROOT / "docs" / "slow-networks.md", ROOT / "docs" / "curves.png"
 SIDES: dict[str, list[str]] = {
     "exact": [],
     "float16": ["--gradient_compression", "float16"],
@@ -54,7 +53,7 @@ def train(flags: list[str], seed: int, epochs: int, folder: Path) -> dict[str, A
 
 
 def final(runs: list[dict[str, Any]], name: str) -> float:
-    """Returns the mean over the seeds of what the last epoch left."""
+    """Returns the mean over the seeds of a metric of the last epoch."""
     return statistics.fmean(run[name][-1] for run in runs)
 
 
@@ -91,10 +90,6 @@ def table(sides: dict[str, list[dict[str, Any]]]) -> str:
     )
 
 
-def write_readme(sides: dict[str, list[dict[str, Any]]]) -> None:
-    write(BEGIN, END, table(sides), PAGE)
-
-
 def draw(sides: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Draws training loss and validation loss by epoch: the seeds' mean, and all between them."""
     import matplotlib
@@ -122,9 +117,6 @@ def draw(sides: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def main() -> None:
-    import keras
-    import tensorflow as tf
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=8)
@@ -132,20 +124,20 @@ def main() -> None:
     args = parser.parse_args()
     sides: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
     if args.only:
-        sides = json.loads(RESULTS.read_text())["sides"] | {args.only: []}
+        sides = result_files.read("curves")["sides"] | {args.only: []}
     for seed in range(args.seeds):
         with tempfile.TemporaryDirectory() as folder:
             for name in [args.only] if args.only else SIDES:
                 sides[name].append(train(SIDES[name], seed, args.epochs, Path(folder)))
         results = {
-            "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
-            "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+            "machine": result_files.MACHINE,
+            "versions": result_files.versions(),
             "workload": " ".join(WORKLOAD),
             "sides": sides,
         }
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        result_files.write("curves", results)
         draw(sides, PICTURE)
-        write_readme(sides)
+        write(BEGIN, END, table(sides), PAGE)
 
 
 if __name__ == "__main__":

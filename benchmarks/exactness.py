@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "exactness.json"
+from benchmarks import result_files
+from benchmarks.compare import free_ports
+
 PLACES = ("2 replicas", "2 workers")
 FEATURES, CLASSES, UNITS, BATCH = 32, 10, 128, 64
 
@@ -76,7 +76,7 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
         return keras.ops.mean(losses)
 
     by_weight = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
-    found = {
+    pairs = {
         "sync_batch_norm, 3 layers (without: each replica's own)": (
             lambda: build(norm(False), prepared={"sync_batch_norm": False}),
             lambda: build(norm(False), prepared={}),
@@ -107,7 +107,7 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
         ),
     }
     if placement_of(strategy).workers == 1:
-        found |= {
+        pairs |= {
             "all of it (without: Keras alone)": (lambda: build(), lambda: build(prepared={})),
             "sync_batch_norm, 3 layers (without: Keras' synchronized=True)": (
                 lambda: build(norm(True)),
@@ -118,7 +118,7 @@ def variants(strategy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], A
                 lambda: build(lambda: layers.Dropout(0.3), prepared={}),
             ),
         }
-    return found
+    return pairs
 
 
 def measure(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -145,30 +145,27 @@ def measure(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
         model.fit(data, epochs=1, verbose=0)
         return time.perf_counter() - started
 
-    found = {}
+    medians = {}
     for name, pair in variants(strategy).items():
         models = [make() for make in pair]
+        # The first epoch is traced and compiled.
         for model in models:
-            seconds(model)  # traces and compiles
+            seconds(model)
         times = [[seconds(model) / steps * 1000 for model in models] for _ in range(rounds)]
         without, with_it = (statistics.median(column) for column in zip(*times, strict=True))
-        found[name] = {
+        medians[name] = {
             "without_ms": round(without, 3),
             "with_ms": round(with_it, 3),
             "ratio": round(statistics.median(b / a for a, b in times), 3),
         }
-        print(f"{place}  {name}: {found[name]}", file=sys.stderr, flush=True)
-    return found
+        print(f"{place}  {name}: {medians[name]}", file=sys.stderr, flush=True)
+    return medians
 
 
 def run_place(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Measures a place in processes of its own, one a worker, and returns the chief's figures."""
+    """Measures a place in new processes, one for each worker, and returns the chief's figures."""
     count = 1 if place == "2 replicas" else 2
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(("127.0.0.1", 0))
-    cluster = {"worker": [f"127.0.0.1:{one.getsockname()[1]}" for one in held]}
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for index in range(count):
@@ -197,16 +194,13 @@ def main() -> None:
     if args.place:
         Path(args.out).write_text(json.dumps(measure(args.place, args.steps, args.rounds)))
         return
-    import keras
-    import tensorflow as tf
-
     results = {
-        "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
-        "versions": f"TensorFlow {tf.__version__}, Keras {keras.__version__}",
+        "machine": result_files.MACHINE,
+        "versions": result_files.versions(),
         "model": f"3 × Dense({UNITS}), {BATCH} rows a batch; medians of {args.rounds} rounds",
         "places": {place: run_place(place, args.steps, args.rounds) for place in PLACES},
     }
-    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    result_files.write("exactness", results)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,26 @@
-"""Seconds to the end of the first step: plain Keras and two replicas, in turns.
+"""Measures the seconds to the end of the first step, with plain Keras and on two replicas in turns.
 
     python -m benchmarks.first_steps [--rounds 2] [--programs wgan_with_gradient_penalty,vae]
 
-The programs are those of tests/programs. Each run is a process of its own. Three times are
-measured: the whole process, which makes the model, trains all epochs and ends; the time from the
-call of `fit` to the end of the first step; and the time of the cores in between, which other
-processes of the machine hardly change. Prints a table of the medians and writes
-benchmarks/results/first_steps.json.
+The programs are those of tests/programs. Each run is a new process. Three times are measured. The
+first one is that of the whole process, which makes the model and trains all epochs. The second one
+is from the call of `fit` to the end of the first step. The third one is the time of the cores in
+between, which other processes of the machine hardly change. The command prints a table of the
+medians, and writes benchmarks/results/first_steps.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "first_steps.json"
+from benchmarks import result_files
+from benchmarks.result_files import ROOT
+
 PROGRAMS = (
     "wgan_with_gradient_penalty",
     "gan_with_trackers_made_by_compile",
@@ -48,9 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
                 figures_of.setdefault(name, {}).setdefault(side, []).append(figures)
                 print(number + 1, name, side, figures, flush=True)
     programs = {name: medians(sides) for name, sides in figures_of.items()}
-    machine = f"{os.cpu_count()} cores, no GPU, {platform.machine()}"
-    results = {"machine": machine, "rounds": args.rounds, "programs": programs}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    results = {"machine": result_files.MACHINE, "rounds": args.rounds, "programs": programs}
+    result_files.write("first_steps", results)
     print(table(programs))
 
 
@@ -110,14 +107,14 @@ def child(name: str, side: str) -> None:
         on_train_batch_end=lambda batch, logs: ended.append(now())
     )
     with strategy_at(side).scope():
-        made = ALL[name].make()
+        program = ALL[name].make()
         if side != "plain":
-            prepare(made.model)
-        made.model.compile(**made.compile)
-    options = {**made.fit, "verbose": 0}
+            prepare(program.model)
+        program.model.compile(**program.compile)
+    options = {**program.fit, "verbose": 0}
     options["callbacks"] = [*(options.get("callbacks") or []), on_step]
     called = now()
-    made.model.fit(**options)
+    program.model.fit(**options)
     print(*(round(end - start, 2) for start, end in zip(called, ended[0], strict=True)))
 
 

@@ -10,8 +10,8 @@ benchmarks/results/input.json.
 
 The command measures the examples per second, the memory that reading adds (with worker processes),
 and the time to the first batch, also if a run resumes at 90 % of an epoch. It also measures how
-long the end takes. `decoding` only reads and decodes. `plan` is the time to plan a step of 10^9
-examples.
+long it takes to end the reading. `decoding` only reads and decodes. `plan` is the time to plan a
+step of 10^9 examples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "input.json"
+from benchmarks import result_files
+
 SIDES = {
     "arrays": ["tfmulti", "tfdata", "pydataset", "torch", "grain"],
     "images": ["tfmulti", "tfdata", "pydataset", "torch", "grain", "decoding"],
@@ -100,7 +101,7 @@ def _until(stream: Any, word: str) -> None:
     for line in stream:
         if line.strip() == word:
             return
-    raise RuntimeError("a side has ended before it measured anything; run it alone to see why")
+    raise RuntimeError("a program has ended before it measured; run it alone to see why")
 
 
 def _go_on(process: subprocess.Popen[str]) -> None:
@@ -147,17 +148,15 @@ def main() -> None:
                     figures = run(side, task, folder)
                     figures_of[task].setdefault(NAMES[side], []).append(figures)
                     print(task, NAMES[side], json.dumps(figures), flush=True)
-    before = json.loads(RESULTS.read_text())["tasks"] if RESULTS.exists() else {}
     results = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
+        "machine": result_files.MACHINE,
         "python": platform.python_version(),
         "rounds": args.rounds,
         "plan_us": plan_us(),
-        "tasks": before
+        "tasks": result_files.read("input").get("tasks", {})
         | {t: {n: medians(r) for n, r in sides.items()} for t, sides in figures_of.items()},
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    result_files.write("input", results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The data of `benchmarks.input`: arrays, and the same images as files and as TFRecords."""
+"""Makes the data of `benchmarks.input`: arrays, and the same images as files and as TFRecords."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def make(folder: Path) -> None:
     features = {"image": {"type": "image", "shape": [*TARGET, 3]}, "label": {"type": "int64"}}
     spec = {"features": features, "x": "image", "y": "label", "classes": CLASSES}
     (records / "features.json").write_text(json.dumps(spec))
+
+
+def arrays_of(task: str, folder: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the arrays that `make` has written; None for other tasks than `arrays`."""
+    if task != "arrays":
+        return None
+    return np.load(f"{folder}/x.npy"), np.load(f"{folder}/y.npy")
 
 
 def _photograph(rng: np.random.Generator) -> bytes:

@@ -11,20 +11,15 @@ and is left out without it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "recovery.json"
-STEPS, EVERY, KILL_AFTER_S, LIMIT_S = 3000, 20, 8.0, 90.0
+from benchmarks import result_files
+from benchmarks.jobs import EVERY, LIMIT_S, running
+from benchmarks.result_files import ROOT
 
 
 def commands(torch: str | None) -> dict[str, list[str]]:
@@ -47,57 +42,20 @@ def commands(torch: str | None) -> dict[str, list[str]]:
     return sides
 
 
-def finished_steps(folder: Path) -> list[tuple[int, float]]:
-    """Returns the steps that worker 0 has finished, with their times."""
-    lines = (folder / "steps-0").read_text().splitlines() if (folder / "steps-0").exists() else []
-    return [(int(line.split()[0]), float(line.split()[1])) for line in lines if " " in line]
-
-
-class Stuck(Exception):
-    """Raised if a job does not continue in time. The message is the end of its output."""
-
-
 def one_round(command: list[str]) -> tuple[float, int]:
     """Returns the seconds until training continues after a kill, and the steps done twice.
 
     Raises:
-        Stuck: training does not continue.
+        TimeoutError: training does not continue.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOO_SOCKET_IFNAME": "lo"}
-        env = {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
-        argv = [*command, str(folder), str(STEPS), str(EVERY)]
-        with open(folder / "output", "wb") as output:
-            job = subprocess.Popen(
-                argv, cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True
-            )
-        try:
-            wait_for(lambda: len(finished_steps(folder)) > EVERY, job, folder)
-            # The standby processes are ready by then.
-            time.sleep(KILL_AFTER_S)
-            killed_s = time.monotonic()
-            os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
-            time.sleep(0.3)
-            before = [step for step, ended_s in finished_steps(folder) if ended_s <= killed_s + 0.3]
-            wait_for(lambda: finished_steps(folder)[-1][1] > killed_s + 0.3, job, folder)
-            first = next(entry for entry in finished_steps(folder) if entry[1] > killed_s + 0.3)
-            return first[1] - killed_s, before[-1] - first[0] + 1
-        finally:
-            job.send_signal(signal.SIGTERM)
-            try:
-                job.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)
-
-
-def wait_for(happened: object, job: subprocess.Popen[bytes], folder: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    assert callable(happened)
-    while not happened():
-        if time.monotonic() > deadline or job.poll() is not None:
-            raise Stuck((folder / "output").read_text()[-3000:])
-        time.sleep(0.01)
+    with running(command) as job:
+        killed_s = time.monotonic()
+        os.kill(job.pid(1), signal.SIGKILL)
+        # A step that had been computed may still end.
+        time.sleep(0.3)
+        last, _ = [step for step in job.steps() if step[1] <= killed_s + 0.3][-1]
+        first, ended_s = job.step_after(killed_s + 0.3)
+        return ended_s - killed_s, last - first + 1
 
 
 def main() -> None:
@@ -112,13 +70,13 @@ def main() -> None:
             rounds_of.setdefault(name, [])
             try:
                 seconds, lost = one_round(command)
-            except Stuck as stuck:
-                print(f"{stuck}\n{head} did not go on within {LIMIT_S:g} s", flush=True)
+            except TimeoutError as error:
+                print(f"{error}\n{head} did not go on within {LIMIT_S:g} s", flush=True)
                 continue
             rounds_of[name].append((seconds, lost))
             print(f"{head} {seconds:6.2f} s, {lost} steps again", flush=True)
     results = {
-        "machine": f"{os.cpu_count()} cores, no GPU, {platform.machine()}",
+        "machine": result_files.MACHINE,
         "a checkpoint every": f"{EVERY} steps",
         "sides": {
             name: {
@@ -131,7 +89,7 @@ def main() -> None:
             if rounds
         },
     }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    result_files.write("recovery", results)
 
 
 if __name__ == "__main__":

@@ -5,25 +5,18 @@ python -m benchmarks.table
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.result_files import ROOT, read
+
+PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-
-
-def result(name: str) -> dict[str, Any]:
-    """Returns the content of the result file of `benchmarks.NAME`."""
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return content
 
 
 def rows() -> list[tuple[str, str, str]]:
     """Returns what was measured, the figure, and the command that measures it again."""
     lines = []
-    for name, side in result("recovery")["sides"].items():
+    for name, side in read("recovery")["sides"].items():
         stuck = side["rounds that did not go on"]
         rest = f"; {stuck} of {stuck + side['rounds']} did not go on within 90 s" if stuck else ""
         lines.append(
@@ -33,7 +26,7 @@ def rows() -> list[tuple[str, str, str]]:
                 "recovery",
             )
         )
-    for name, size in result("checkpoints")["sizes"].items():
+    for name, size in read("checkpoints")["sizes"].items():
         share = size["percent_at_the_default_of_60_s"]
         lines.append(
             (
@@ -42,7 +35,7 @@ def rows() -> list[tuple[str, str, str]]:
                 "checkpoints",
             )
         )
-    pair = result("exactness")["places"]["2 replicas"]["all of it (without: Keras alone)"]
+    pair = read("exactness")["places"]["2 replicas"]["all of it (without: Keras alone)"]
     lines.append(
         (
             "a step of a small network on two replicas, Keras alone and exact",
@@ -50,7 +43,7 @@ def rows() -> list[tuple[str, str, str]]:
             "exactness",
         )
     )
-    for name, sides in result("turns").items():
+    for name, sides in read("turns").items():
         figures = ", ".join(f"{side} {ms:.1f} ms" for side, ms in sides.items())
         lines.append(
             (f"a step of the {name} on one core, in turns in one process", figures, "turns")
@@ -61,20 +54,20 @@ def rows() -> list[tuple[str, str, str]]:
 def input_rows() -> list[tuple[str, str, str]]:
     """Returns the figures of data: each task beside its best peer."""
     lines = []
-    what = {
+    description = {
         "arrays": "60,000 images of 28×28 in memory, shuffled",
         "images": "2,000 JPEG files of 256×256, shuffled and resized",
         "tfrecord": "the same images in TFRecord files",
     }
-    for task, sides in result("input")["tasks"].items():
+    for task, sides in read("input")["tasks"].items():
         figures = [
             f"{name} {side['examples_per_s']:,.0f}"
             for name, side in sorted(
                 sides.items(), key=lambda item: item[1]["examples_per_s"], reverse=True
             )
         ]
-        lines.append((f"{what[task]}, examples/s", ", ".join(figures), "input"))
-    for task, sides in result("input")["tasks"].items():
+        lines.append((f"{description[task]}, examples/s", ", ".join(figures), "input"))
+    for task, sides in read("input")["tasks"].items():
         figures = [
             f"{name} {1000 * side['resume_s']:,.0f} ms"
             for name, side in sides.items()
@@ -87,9 +80,7 @@ def input_rows() -> list[tuple[str, str, str]]:
 def table() -> str:
     """Returns the table in Markdown."""
     lines = ["| what | measured | `python -m benchmarks.` |", "|---|---|---|"]
-    return "\n".join(
-        [*lines, *(f"| {what} | {figure} | {name} |" for what, figure, name in rows())]
-    )
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())])
 
 
 def write(begin: str, end: str, text: str, page: Path = PAGE) -> None:

@@ -7,14 +7,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+from benchmarks.result_files import read
 from benchmarks.table import write
 from benchmarks.workloads import WORKLOADS, Workload
 
-RESULTS = Path(__file__).parent / "results" / "compare.json"
 BEGIN, END = "<!-- training: begin -->", "<!-- training: end -->"
 
 # In float32, with the statistics of the global batch.
@@ -22,7 +20,7 @@ OURS = "tfmulti"
 IN_HALVES = "tfmulti, float16 between workers"
 PLACES = {"one": "one worker", "workers": "two workers", "mirrored": "two replicas, mirrored"}
 
-# How many times as fast as the best peer (two workers) or as Keras 3 exact steps shall be.
+# The goals for the speed of exact steps, relative to the best peer (two workers) or to Keras 3.
 GOALS = {
     "one": {"mlp": 0.98, "cnn": 0.98, "resnet20": 1.3, "transformer": 1.0},
     "workers": {"mlp": 0.85, "cnn": 1.3, "resnet20": 1.1, "transformer": 1.2},
@@ -37,7 +35,7 @@ def is_ours(side: str) -> bool:
 
 
 def table(workloads: dict[str, Any]) -> str:
-    """Returns the tables in Markdown: milliseconds a step at each place, and what follows."""
+    """Returns the tables in Markdown: milliseconds of a step at each place, and the scaling."""
     steps = [
         _steps(workloads, place) for place in PLACES if any(place in w for w in workloads.values())
     ]
@@ -45,23 +43,25 @@ def table(workloads: dict[str, Any]) -> str:
 
 
 def _steps(workloads: dict[str, Any], place: str) -> str:
-    kinds = {work: found[place] for work, found in workloads.items() if place in found}
-    sides = list(dict.fromkeys(side for found in kinds.values() for side in found))
+    """Returns the table of a place, with a row for each workload and a column for each side."""
+    kinds = {work: places[place] for work, places in workloads.items() if place in places}
+    sides = list(dict.fromkeys(side for figures in kinds.values() for side in figures))
     peer = "best peer" if place == "workers" else "Keras 3"
     lines = [f"| ms a step, {PLACES[place]} | {' | '.join(sides)} | {peer} ÷ tfmulti | goal |"]
     lines.append("|---" * (len(sides) + 3) + "|")
-    for work, found in kinds.items():
-        figures = [f"{found[s]['step_ms']:.1f}" if s in found else "" for s in sides]
-        faster = gain(found, place)
+    for work, figures in kinds.items():
+        cells = [f"{figures[side]['step_ms']:.1f}" if side in figures else "" for side in sides]
+        faster = gain(figures, place)
         ratio = f"{faster:.2f}" if faster else ""
         goal = GOALS[place][work]
-        lines.append(f"| {work} | {' | '.join([*figures, ratio])} | {goal} |")
+        lines.append(f"| {work} | {' | '.join([*cells, ratio])} | {goal} |")
     if place == "workers":
         lines += _in_halves(kinds)
     return "\n".join(lines)
 
 
 def _in_halves(kinds: dict[str, Any]) -> list[str]:
+    """Returns the sentence about float16 between two workers."""
     ratios = [
         f"{faster:.2f} × the best peer on the {work} (goal {goal})"
         for work, goal in GOALS_IN_HALVES.items()
@@ -70,24 +70,25 @@ def _in_halves(kinds: dict[str, Any]) -> list[str]:
     return ["", f"With float16 between workers tfmulti is {', '.join(ratios)}."] if ratios else []
 
 
-def gain(found: dict[str, Any], place: str = "workers", ours: str = OURS) -> float | None:
+def gain(sides: dict[str, Any], place: str = "workers", ours: str = OURS) -> float | None:
     """Returns how many times as fast our steps are as those of the best peer.
 
     This is the fastest peer with two workers, and otherwise Keras 3, which computes the same.
     """
     peers = [
         figures["step_ms"]
-        for side, figures in found.items()
+        for side, figures in sides.items()
         if not is_ours(side) and (place == "workers" or side == "Keras 3")
     ]
-    return min(peers) / found[ours]["step_ms"] if peers and ours in found else None
+    return min(peers) / sides[ours]["step_ms"] if peers and ours in sides else None
 
 
 def _scaling(workloads: dict[str, Any]) -> str:
+    """Returns the table of tfmulti's scaling, and of the time that its runs take besides steps."""
     lines = [
-        "| tfmulti | of linear, one to two workers (goal 90 %) | process start to the first step's "
-        "end (against Keras 3; goal: at most 1.5 s more) | after the last step | of a run neither "
-        "start nor steps (goal: at most 3 %) |",
+        "| tfmulti | speed of two workers, of twice the speed of one (goal: 90 %) | from process "
+        "start to the end of the first step (more than Keras 3; goal: at most 1.5 s) | time after "
+        "the last step | part of a run that is neither start nor steps (goal: at most 3 %) |",
         "|---|---|---|---|---|",
     ]
     for work, kinds in workloads.items():
@@ -126,7 +127,7 @@ def _starts(kinds: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    write(BEGIN, END, table(json.loads(RESULTS.read_text())["workloads"]))
+    write(BEGIN, END, table(read("compare")["workloads"]))
 
 
 if __name__ == "__main__":

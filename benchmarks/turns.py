@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
-from pathlib import Path
 
-from benchmarks import table
+from benchmarks import result_files, table
 from benchmarks.peers.training_clock import StepClock
 from benchmarks.workloads import WORKLOADS, compile_model, keras_model
 
-RESULTS = Path(__file__).parent / "results" / "turns.json"
 SIDES = ("Keras 3", "tfmulti")
 
 
@@ -36,8 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in args.workloads.split(","):
         step_ms[name] = measure(name, args.rounds)
         print(name, step_ms[name], flush=True)
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(before | step_ms, indent=1) + "\n")
+    result_files.write("turns", result_files.read("turns") | step_ms)
     table.main()
     return 0
 
@@ -64,10 +60,8 @@ def measure(name: str, rounds: int) -> dict[str, float]:
     for number in range(rounds + 1):
         for side in SIDES[:: -1 if number % 2 else 1]:
             clock = StepClock(warm_up=2)
-            callback = keras.callbacks.LambdaCallback(
-                on_train_batch_end=lambda batch, logs, clock=clock: clock.end(batch + 1)
-            )
-            models[side].fit(x, y, batch_size=work.batch, verbose=0, callbacks=[callback])
+            callbacks = [clock.callback(keras)]
+            models[side].fit(x, y, batch_size=work.batch, verbose=0, callbacks=callbacks)
             # The first round is traced.
             if number:
                 step_ms[side].append(clock.figures()["step_ms"])

@@ -1,7 +1,7 @@
 """The four networks that `benchmarks.compare` trains, and their data: the same for every peer.
 
-Neither TensorFlow nor PyTorch is imported here: `keras_model` is given the Keras to build
-with (Keras 3 or tf_keras).
+This module imports neither TensorFlow nor PyTorch. The caller gives `keras_model` the Keras that
+builds the network: Keras 3 or tf_keras.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 @dataclass(frozen=True)
 class Workload:
-    """A network and how it is trained: `steps` are timed after `warm_up` ones."""
+    """A network and how it is trained: `steps` steps are timed after `warm_up` others."""
 
     name: str
     batch: int

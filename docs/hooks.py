@@ -1,4 +1,4 @@
-"""What mkdocs generates when it builds the site: the flags of the commands, from their help."""
+"""Puts the help of the commands and CONTRIBUTING.md into the pages when mkdocs builds the site."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ FLAGS, CONTRIBUTING = "<!-- flags -->", "<!-- CONTRIBUTING.md -->"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Returns the page with what is generated in place of its marks."""
+    """Returns the page with the generated text in place of its mark."""
     if FLAGS in markdown:
         return markdown.replace(FLAGS, "\n".join(map(section, COMMANDS)))
     if CONTRIBUTING in markdown:
         page = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
-        # The file's links are those of the repository's first folder.
+        # The links of the file are relative to the root of the repository.
         return page.read_text().replace("](docs/", "](")
     return markdown
 
 
 def section(name: str) -> str:
-    """Returns the section of a command: its help, as it prints it."""
+    """Returns the section of a command, with the text of its `--help`."""
     argv = [sys.executable, "-m", "tfmulti", name, "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return f"## tfmulti {name}\n\n```text\n{done.stdout.rstrip()}\n```\n"

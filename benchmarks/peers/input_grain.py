@@ -11,7 +11,7 @@ import cv2
 import grain
 import numpy as np
 
-from benchmarks.input_data import BATCHES, TARGET
+from benchmarks.input_data import BATCHES, TARGET, arrays_of
 from benchmarks.peers.input_measure import measure
 
 
@@ -58,9 +58,7 @@ def dataset_of(task: str, folder: str, arrays: Any) -> Any:
 
 def main(task: str, folder: str) -> None:
     cv2.setNumThreads(1)
-    arrays = None
-    if task == "arrays":
-        arrays = np.load(f"{folder}/x.npy"), np.load(f"{folder}/y.npy")
+    arrays = arrays_of(task, folder)
 
     def begin() -> Iterator[int]:
         for x, _ in dataset_of(task, folder, arrays):

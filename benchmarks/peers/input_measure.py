@@ -1,4 +1,4 @@
-"""How each side of `benchmarks.input` is measured, inside its own process."""
+"""Measures a side of `benchmarks.input` in its own process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ def measure(
     """Measures a side and prints its figures as a line of JSON.
 
     Args:
-        begin: builds the pipeline and returns an endless iterator, which yields the rows of
-            each batch as it comes.
-        end: ends it.
-        resume: what is to be ready before a resumption; returns what gives the first batch
-            after 90 % of an epoch, in a new pipeline.
+        begin: builds the pipeline, and returns an endless iterator of the rows of each batch.
+        end: ends the pipeline.
+        resume: prepares a new pipeline, and returns a function that reads the first batch after
+            90 % of an epoch. Only this function is timed.
     """
     print("READY", flush=True)
     # The parent measures the memory before anything is read.
@@ -49,10 +48,10 @@ def measure(
         began = time.perf_counter()
         take()
         resume_s = time.perf_counter() - began
-    found = {
+    figures = {
         "examples_per_s": per_s,
         "first_batch_s": first_s,
         "end_s": end_s,
         "resume_s": resume_s,
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(figures), flush=True)

@@ -10,14 +10,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from benchmarks.input_data import BATCHES, TARGET
+from benchmarks.input_data import BATCHES, TARGET, arrays_of
 from benchmarks.peers.input_measure import measure
 from benchmarks.peers.input_step import rows_of_next
 from tfmulti.keras_patches.datasets import batches_of
 
 
 class Batches(keras.utils.PyDataset):
-    """Shuffled anew each epoch; each batch is what `read` returns for its rows."""
+    """Batches that `read` returns for their rows. Each epoch is shuffled anew."""
 
     def __init__(self, rows: int, batch: int, read: Callable[[np.ndarray], Any]) -> None:
         super().__init__(workers=2, use_multiprocessing=False)
@@ -51,9 +51,7 @@ def batches(task: str, folder: str, arrays: Any) -> Batches:
 
 
 def main(task: str, folder: str) -> None:
-    arrays = None
-    if task == "arrays":
-        arrays = np.load(f"{folder}/x.npy"), np.load(f"{folder}/y.npy")
+    arrays = arrays_of(task, folder)
 
     def begin() -> Iterator[int]:
         adapter = batches_of(batches(task, folder, arrays), None)

@@ -1,4 +1,4 @@
-"""A compiled step that takes a batch and does nothing, as `fit` calls its own once a batch."""
+"""A compiled step that takes a batch and computes nothing, for all sides that use TensorFlow."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import tensorflow as tf
 
 @tf.function(reduce_retracing=True)
 def rows_of_next(source: Any) -> Any:
-    """Returns the rows of a source's next batch, and its first example, so that all is done."""
+    """Returns the number of rows of the next batch, and its first example, so that it is read."""
     x = source.take().data[0][0] if hasattr(source, "take") else next(source)[0]
     return tf.shape(x)[0], x[0]

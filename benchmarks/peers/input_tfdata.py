@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from benchmarks.input_data import BATCHES, IMAGES, ROWS, TARGET
+from benchmarks.input_data import BATCHES, IMAGES, ROWS, TARGET, arrays_of
 from benchmarks.peers.input_measure import measure
 from benchmarks.peers.input_step import rows_of_next
 
@@ -43,9 +42,7 @@ def dataset_of(task: str, folder: str, arrays: Any) -> tf.data.Dataset:
 
 
 def main(task: str, folder: str) -> None:
-    arrays = None
-    if task == "arrays":
-        arrays = np.load(f"{folder}/x.npy"), np.load(f"{folder}/y.npy")
+    arrays = arrays_of(task, folder)
 
     def begin() -> Iterator[int]:
         iterator = iter(dataset_of(task, folder, arrays).repeat())
@@ -53,7 +50,7 @@ def main(task: str, folder: str) -> None:
             yield int(rows_of_next(iterator)[0])
 
     def resume() -> Callable[[], Any]:
-        """The iterator's checkpoint, which TensorFlow's guide describes."""
+        """Restores a checkpoint of the iterator, as TensorFlow's guide describes."""
         iterator = iter(dataset_of(task, folder, arrays))
         rows = ROWS if task == "arrays" else IMAGES
         for _ in range(int(0.9 * -(-rows // BATCHES[task]))):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.input_data import BATCHES, TARGET
+from benchmarks.input_data import BATCHES, TARGET, arrays_of
 from benchmarks.peers.input_measure import measure
 from benchmarks.peers.input_step import rows_of_next
 from tfmulti.config.fit_config import FitConfig
@@ -18,10 +18,9 @@ from tfmulti.training.input.prefetcher import Prefetcher, prefetcher_of
 
 
 def source_of(task: str, folder: str) -> Any:
-    if task == "arrays":
-        import numpy as np
-
-        return ArraySource((np.load(f"{folder}/x.npy"), np.load(f"{folder}/y.npy")))
+    arrays = arrays_of(task, folder)
+    if arrays is not None:
+        return ArraySource(arrays)
     height, width = TARGET
     dataset = {
         "images": f"images:{folder}/images,size={height}x{width}",

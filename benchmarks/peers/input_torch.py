@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.input_data import BATCHES, TARGET
+from benchmarks.input_data import BATCHES, TARGET, arrays_of
 from benchmarks.peers.input_measure import measure
 
 
@@ -36,9 +35,7 @@ def loader_of(task: str, folder: str, arrays: Any) -> DataLoader[Any]:
 
 def main(task: str, folder: str) -> None:
     torch.set_num_threads(1)
-    arrays = None
-    if task == "arrays":
-        arrays = [torch.from_numpy(np.load(f"{folder}/{name}.npy")) for name in "xy"]
+    arrays = [torch.from_numpy(array) for array in arrays_of(task, folder) or ()]
 
     def begin() -> Iterator[int]:
         loader = loader_of(task, folder, arrays)
@@ -47,7 +44,7 @@ def main(task: str, folder: str) -> None:
                 yield len(x)
 
     def resume() -> Callable[[], Any]:
-        """It has no position: what comes before is read, and left out."""
+        """A DataLoader has no position, so the earlier batches are read and dropped."""
 
         def take() -> Any:
             loader = loader_of(task, folder, arrays)

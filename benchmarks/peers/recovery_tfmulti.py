@@ -1,7 +1,6 @@
-"""tfmulti's side of benchmarks.recovery: the same network, a checkpoint every so many steps.
+"""Trains a small network with tfmulti, with a checkpoint every EVERY steps.
 
-python -m tfmulti.launch --nproc-per-node 2 benchmarks/peers/recovery_tfmulti.py \
-        FOLDER STEPS EVERY
+python -m tfmulti.launch --nproc-per-node 2 PATH_OF_THIS_FILE FOLDER STEPS EVERY
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from tfmulti.training.state.trainer_state import state_of
 BATCH = 128  # 64 each
 
 
-class Tells(keras.callbacks.Callback):
-    """Writes each step and when it ended."""
+class StepTimes(keras.callbacks.Callback):
+    """Writes the number of each step, and when it ended."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ def main(folder: str, steps: int, every: int) -> None:
     y = rng.integers(0, 10, len(x))
     checkpoint = Checkpoint(root / "checkpoints", every_steps=every, every_s=None)
     model.fit(
-        x, y, batch_size=BATCH, verbose=0, callbacks=[checkpoint, Tells(root / f"steps-{rank}")]
+        x, y, batch_size=BATCH, verbose=0, callbacks=[checkpoint, StepTimes(root / f"steps-{rank}")]
     )
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's side of benchmarks.recovery: DDP over gloo, a checkpoint every so many steps.
+"""Trains a small network with PyTorch (DDP over gloo), with a checkpoint every EVERY steps.
 
 torchrun --nproc-per-node 2 benchmarks/peers/recovery_torch.py FOLDER STEPS EVERY
 """
@@ -31,13 +31,13 @@ def main(folder: str, steps: int, every: int) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
     x, y = torch.randn(64, 64), torch.randint(10, (64,))
-    with open(root / f"steps-{rank}", "a", buffering=1) as told:
+    with open(root / f"steps-{rank}", "a", buffering=1) as steps_file:
         for step in range(first + 1, steps + 1):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             time.sleep(0.02)
-            told.write(f"{step} {time.monotonic()}\n")
+            steps_file.write(f"{step} {time.monotonic()}\n")
             if step % every == 0 and rank == 0:
                 partial = root / "partial.pt"
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

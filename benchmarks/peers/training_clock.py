@@ -1,4 +1,4 @@
-"""When the steps of a peer of `benchmarks.compare` ended, and what it prints of them."""
+"""Measures when the steps of a side of `benchmarks.compare` end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 
 class StepClock:
@@ -17,24 +18,29 @@ class StepClock:
         self._warm_up = warm_up
         self._ends: list[tuple[int, float]] = []
 
+    def callback(self, keras: Any) -> Any:
+        """Returns a callback of Keras 3 or tf_keras that notes the end of each batch."""
+        return keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: self.end(batch + 1)
+        )
+
     def end(self, steps: int) -> None:
-        """Says that so many steps have ended since training began."""
+        """Notes that this number of steps has ended since training began."""
         self._ends.append((steps, time.perf_counter()))
 
     def figures(self) -> dict[str, float]:
-        """Returns what was measured, up to now.
+        """Returns the figures up to now.
 
-        `step_ms` is the median of the timed steps (of several at a time: of their mean) and
-        `mean_ms` their mean. `start_s` are the seconds from the start of the process to the first
-        step's end (imports, data, model and traces are in them), `after_s` those after the last
-        one's.
+        `step_ms` is the median of the timed steps, and `mean_ms` is their mean. The steps of one
+        call have equal times. `start_s` is the time from the start of the process to the end of the
+        first step, with imports and tracing. `after_s` is the time since the end of the last step.
         """
         now = time.perf_counter()
         timed = [end for end in self._ends if end[0] >= self._warm_up]
         pairs = list(itertools.pairwise(timed))
-        each = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs for _ in range(b[0] - a[0])]
+        step_s = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs for _ in range(b[0] - a[0])]
         return {
-            "step_ms": 1000 * statistics.median(each),
+            "step_ms": 1000 * statistics.median(step_s),
             "mean_ms": 1000 * (timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]),
             "start_s": self._ends[0][1] - now + _age_s(),
             "after_s": now - self._ends[-1][1],

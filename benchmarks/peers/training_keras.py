@@ -1,6 +1,6 @@
-"""`model.fit` of Keras 3 or tf_keras, alone, under MirroredStrategy or over several workers.
+"""Trains by `model.fit` of Keras 3 or tf_keras: alone, under MirroredStrategy or on two workers.
 
-python -m benchmarks.peers.training_keras WORKLOAD one|mirrored|workers keras|tf_keras [STEPS]
+    python -m benchmarks.peers.training_keras WORKLOAD one|mirrored|workers keras|tf_keras [STEPS]
 
 STEPS is compile's `steps_per_execution`.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from typing import Any
 
 import tensorflow as tf
 
@@ -24,8 +23,8 @@ def main(name: str, kind: str, package: str, steps: str = "1") -> None:
     strategy = None
     if kind == "mirrored":
         cpu = tf.config.list_physical_devices("CPU")[0]
-        two = [tf.config.LogicalDeviceConfiguration()] * 2
-        tf.config.set_logical_device_configuration(cpu, two)
+        devices = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(cpu, devices)
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     elif kind == "workers":
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -33,10 +32,6 @@ def main(name: str, kind: str, package: str, steps: str = "1") -> None:
         model = keras_model(name, keras)
         compile_model(model, keras, int(steps))
     clock = StepClock(work.warm_up)
-
-    class Ends(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            clock.end(batch + 1)
 
     x, y = work.data()
     # tf_keras shards a Dataset by its rows.
@@ -48,7 +43,7 @@ def main(name: str, kind: str, package: str, steps: str = "1") -> None:
         data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=1).batch(work.batch)
         x, y = data.with_options(options), None
     batch = None if y is None else work.batch
-    model.fit(x, y, batch_size=batch, verbose=0, callbacks=[Ends()])
+    model.fit(x, y, batch_size=batch, verbose=0, callbacks=[clock.callback(keras)])
     clock.print()
 
 

@@ -1,4 +1,4 @@
-"""The loop that TensorFlow's guide to custom training writes by hand.
+"""Trains by the loop of TensorFlow's guide to custom training.
 
 python -m benchmarks.peers.training_loop WORKLOAD one|workers
 """

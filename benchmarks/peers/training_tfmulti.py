@@ -1,4 +1,4 @@
-"""tfmulti's `prepare` and `model.fit`.
+"""Trains by tfmulti's `prepare` and `model.fit`.
 
     python -m benchmarks.peers.training_tfmulti WORKLOAD one|mirrored|workers [NAME=VALUE …]
 
@@ -27,17 +27,13 @@ def main(name: str, kind: str, *options: str) -> None:
     work = WORKLOADS[name]
     with strategy.scope():
         model = keras_model(name, keras)
-        given = {n: _value(v) for n, _, v in (option.partition("=") for option in options)}
-        tfmulti.prepare(model, seed=1, **given)
+        changes = {n: _value(v) for n, _, v in (option.partition("=") for option in options)}
+        tfmulti.prepare(model, seed=1, **changes)
         compile_model(model, keras)
     clock = StepClock(work.warm_up)
 
-    class Ends(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            clock.end(batch + 1)
-
     x, y = work.data()
-    model.fit(x, y, batch_size=work.batch, verbose=0, callbacks=[Ends()])
+    model.fit(x, y, batch_size=work.batch, verbose=0, callbacks=[clock.callback(keras)])
     clock.print()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch, alone or under DistributedDataParallel with gloo.
+"""Trains by PyTorch, alone or under DistributedDataParallel with gloo.
 
     python -m benchmarks.peers.training_torch WORKLOAD one|workers
 
@@ -48,7 +48,7 @@ def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.M
 
 
 class Encoder(nn.Module):
-    """Attention and two dense layers, each normalized before."""
+    """Attention and two dense layers, with a normalization before each of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Encoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens, positions, encoders, and the mean of what they give."""
+    """Embeds tokens and positions, and returns logits of the mean of the encoders' outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,12 +119,12 @@ def main(name: str, kind: str) -> None:
     y = y.long()
     if x.ndim == 4:
         x = x.permute(0, 3, 1, 2).contiguous()
-    own = work.batch // workers
+    local_batch = work.batch // workers
     clock = StepClock(work.warm_up)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     right = torch.zeros(())
     for number in range(work.warm_up + work.steps):
-        rows = order[number * work.batch + rank * own :][:own]
+        rows = order[number * work.batch + rank * local_batch :][:local_batch]
         optimizer.zero_grad()
         logits = model(x[rows])
         loss = loss_of(logits, y[rows])

@@ -252,7 +252,7 @@ def test_the_advice_names_bytes_messages_or_waiting() -> None:
     assert "mostly the latency of 9 collectives; try --nosync_batch_norm (8 collectives" in line
     (line,) = changed(base, network=NetworkModel(1e-4, 1e-9), synchronized=4)
     assert "mostly waiting for the slowest replica in 9 collectives, which alone would take" in line
-    assert "take 5.8 ms; look for what else runs there; try --nosync_batch_norm" in line
+    assert "take 5.8 ms; look for other programs there; try --nosync_batch_norm" in line
     (line,) = changed(base, kind="replicas")
     assert "mostly the 4 MB" in line
     # The flag has no effect in one process.

@@ -10,7 +10,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from benchmarks import training_table
+from benchmarks import result_files
 from benchmarks.compare import SIDES
 from benchmarks.workloads import WORKLOADS, keras_model
 from tests.support.processes import run
@@ -21,7 +21,7 @@ KINDS = ("workers", "mirrored")
 
 
 def test_all_installed_frameworks_are_measured(tmp_path: Path) -> None:
-    before = training_table.RESULTS.read_text()
+    before = result_files.read("compare")
     argv = ["--rounds", "1", "--workloads", "mlp", "--kinds", ",".join(KINDS), "--dry"]
     done = run(["-m", "benchmarks.compare", *argv], tmp_path, limit_s=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
@@ -40,7 +40,7 @@ def test_all_installed_frameworks_are_measured(tmp_path: Path) -> None:
         assert 1 < figures["start_s"] < 200
         assert 0 <= figures["after_s"] < 100
     # With `--dry` nothing is written.
-    assert training_table.RESULTS.read_text() == before
+    assert result_files.read("compare") == before
 
 
 PARAMETERS = {"mlp": 1_863_690, "cnn": 225_034, "resnet20": 272_474, "transformer": 3_369_986}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks import curves, table, training_table
+from benchmarks.result_files import read
 from benchmarks.workloads import Workload
 
 
@@ -19,7 +18,7 @@ def test_the_docs_show_what_was_measured() -> None:
 def test_the_docs_show_the_ends_of_the_curves() -> None:
     text = curves.PAGE.read_text()
     shown = text.split(curves.BEGIN)[1].split(curves.END)[0].strip()
-    assert shown == curves.table(json.loads(curves.RESULTS.read_text())["sides"])
+    assert shown == curves.table(read("curves")["sides"])
 
 
 def test_what_workers_send() -> None:
@@ -31,7 +30,7 @@ def test_what_workers_send() -> None:
 def test_the_docs_show_how_long_steps_take() -> None:
     text = table.PAGE.read_text()
     shown = text.split(training_table.BEGIN)[1].split(training_table.END)[0].strip()
-    expected = training_table.table(json.loads(training_table.RESULTS.read_text())["workloads"])
+    expected = training_table.table(read("compare")["workloads"])
     assert shown == expected, "run python -m benchmarks.training_table"
 
 

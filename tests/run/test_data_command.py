@@ -92,7 +92,10 @@ def test_the_words_for_classes() -> None:
     uneven = "cat: 2,703, dog: 2,647, eel: 2,650; the largest has 1.02 × the smallest"
     assert class_words(labels, spec, 1_200_000) == f" of 8,000 of 1,200,000 examples: {uneven}"
     assert class_words(labels, spec, 8000) == f"; {uneven}"
-    assert class_words(None, spec, 8000) == "; how many each has takes reading all of it"
+    assert (
+        class_words(None, spec, 8000)
+        == "; their sizes are not known without reading all of the data"
+    )
     some = class_words(Labels(np.arange(2), 5), spec, 9)
     assert some.endswith("dog: 1, eel: 0; 1 of them has none; 3 cannot be read")
 

@@ -68,14 +68,6 @@ def config(**changes: Any) -> FitConfig:
     return FitConfig(**changes).resolved("image")
 
 
-@pytest.mark.parametrize("name", registry.OPTIMIZERS)
-def test_optimizers_by_name(name: str) -> None:
-    optimizer = make_optimizer(config(optimizer=name, learning_rate=0.25, weight_decay=0.5), 64, 10)
-    assert type(optimizer).__name__.lower() == name
-    assert float(optimizer.learning_rate) == 0.25
-    assert optimizer.weight_decay == 0.5
-
-
 def test_float16_has_a_loss_scale() -> None:
     optimizer = make_optimizer(config(precision="mixed_float16"), 64, 10)
     assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

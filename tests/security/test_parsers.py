@@ -737,7 +737,7 @@ def test_examples_of_records(data: st.DataObject) -> None:
     whole.features.feature["raw"].bytes_list.value.append(struct.pack("<f", 1.0))
     out = {"n": np.zeros((1, 2), np.int64), "raw": np.zeros((1, 1), np.float32)}
     with only(DataError):
-        parse_numbers_into([data.draw(damaged(whole.SerializeToString()))], FORM, out)
+        parse_numbers_into(FORM, [data.draw(damaged(whole.SerializeToString()))], out)
 
 
 CSV = b'a,b\n1,2\n"x,\n""y""",\n,3\n'

@@ -25,7 +25,6 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 
 from tfmulti.bench import flags
 from tfmulti.bench.config import BenchConfig
@@ -35,7 +34,7 @@ from tfmulti.bench.report import Report, busy_warnings
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import Say, speaker
-from tfmulti.config.run_directory import write_text
+from tfmulti.config.run_directory import check_new, write_text
 from tfmulti.data.source import Source
 from tfmulti.errors import ConfigError, DeviceError
 from tfmulti.launch import supervisor
@@ -61,7 +60,7 @@ def check(config: BenchConfig, gpus: Sequence[str]) -> None:
     Raises:
         UserError: something cannot be measured as asked.
     """
-    config.check_output()
+    check_new("output_dir", config.output_dir)
     for point in config.points:
         if gpus and point.devices > len(gpus):
             raise DeviceError(
@@ -149,12 +148,8 @@ def write(report: Report, say: Say) -> None:
             f"{error.strerror or error}. Make room, and measure again for its files.",
             1,
         ) from None
-    say("written", f"{folder}: {', '.join(files)}" + _profile_hint(config, folder))
-
-
-def _profile_hint(config: BenchConfig, folder: Path) -> str:
-    """Returns the hint at the command that shows the traces; empty without traces."""
-    return f"; tensorboard --logdir {folder / 'profile'}" if config.profile else ""
+    show_traces = f"; tensorboard --logdir {folder / 'profile'}" if config.profile else ""
+    say("written", f"{folder}: {', '.join(files)}{show_traces}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.run_directory import check_writable
-from tfmulti.errors import ConfigError, RunDirError
+from tfmulti.errors import ConfigError
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +85,7 @@ class BenchConfig:
         if not self.weak and self.batch < most:
             raise ConfigError(
                 f"--global_batch_size {self.batch} has fewer rows than {most} replicas. Give at "
-                f"least {most}, or --weak, which gives each replica so many."
+                f"least {most}, or --weak, which gives this number to each replica."
             )
         if self.run.model in registry.MODELS or self.run.dataset != "synthetic":
             return
@@ -128,20 +127,16 @@ class BenchConfig:
             # made for.
             example = registry.MODELS[str(self.run.model)].example_data
             dataset = f"synthetic:{example},examples={4 * batch}"
-        strategies = {
-            "one": "one_device",
-            "replicas": "mirrored",
-            "workers": "multi_worker_mirrored",
-        }
+        kinds = {"one": "one_device", "replicas": "mirrored", "workers": "multi_worker_mirrored"}
         return dataclasses.replace(
             self.run,
-            strategy=strategies[point.kind],
+            strategy=kinds[point.kind],
             replicas=point.replicas,
             ignore_cluster=point.kind != "workers",
             dataset=dataset,
             global_batch_size=batch,
             per_replica_batch_size=None,
-            # Without a given number a run would change it as it goes, which cannot be measured.
+            # By default a run changes this number while it trains, which cannot be measured.
             steps_per_execution=self.run.steps_per_execution or 1,
             # A dry run leaves no run directory.
             dry_run=True,
@@ -154,19 +149,6 @@ class BenchConfig:
         if point.kind == "workers":
             run = dataclasses.replace(run, strategy="one_device", ignore_cluster=True)
         return run
-
-    def check_output(self) -> None:
-        """Checks that the output folder can be written, without writing to it.
-
-        Raises:
-            RunDirError: the folder cannot be written, or is not empty.
-        """
-        path = self.output_dir
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunDirError(
-                f"--output_dir {path} exists and is not an empty folder. Give a new folder."
-            )
-        check_writable("output_dir", path)
 
 
 def cores_of(point: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tuple[int, ...], ...]:
@@ -183,10 +165,10 @@ def cores_of(point: MatrixPoint, cores: tuple[int, ...], most: int) -> tuple[tup
     >>> cores_of(MatrixPoint(1, 2), (0, 1, 2, 3, 4, 5), most=3)
     ((0, 1, 2, 3),)
     """
-    each = max(1, len(cores) // most)
+    count = max(1, len(cores) // most)
     if point.workers == 1:
-        return (cores[: each * point.replicas],)
+        return (cores[: count * point.replicas],)
     return tuple(
-        tuple(cores[(rank * each + i) % len(cores)] for i in range(each))
+        tuple(cores[(rank * count + i) % len(cores)] for i in range(count))
         for rank in range(point.workers)
     )

@@ -91,16 +91,16 @@ def fit_network(
             worker are ignored.
         message_s: as in `NetworkModel`.
     """
-    rows, rest = [], []
+    rows, unexplained = [], []
     messages = NetworkModel(0.0, 0.0, message_s)
     for n, size, seconds in points:
         if n > 1 and seconds > 0:
             rounds = messages.rounds(n, size)
             rows.append((rounds / seconds, 2 * (n - 1) / n * size / seconds))
-            rest.append(max(0.0, 1 - messages.all_reduce_s(n, size) / seconds))
+            unexplained.append(max(0.0, 1 - messages.all_reduce_s(n, size) / seconds))
     if not rows:
         return None
-    return NetworkModel(*_least_squares(rows, rest), message_s)
+    return NetworkModel(*_least_squares(rows, unexplained), message_s)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,6 @@ def _least_squares(
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     av, bv = (sum(r[i] * v for r, v in zip(rows, values, strict=True)) for i in (0, 1))
     only_a, only_b = (av / aa if aa else 0.0, 0.0), (0.0, bv / bb if bb else 0.0)
-    candidates = [only_a, only_b]
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
         both = (av * bb - bv * ab) / determinant, (bv * aa - av * ab) / determinant
@@ -228,4 +227,4 @@ def _least_squares(
             (pair[0] * r[0] + pair[1] * r[1] - v) ** 2 for r, v in zip(rows, values, strict=True)
         )
 
-    return min(candidates, key=error)
+    return min(only_a, only_b, key=error)

@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.config.flags import config_of, help_text, make_flags, parse_flags
+from tfmulti.config.flags import add_flags, config_of, help_text, make_flags, parse_flags
 from tfmulti.errors import ConfigError
 
 # The names, defaults and help lines of the flags of a measurement alone.
@@ -128,7 +128,5 @@ def _flags() -> flags.FlagValues:
         "TFLOP/s that a device can do at most, for model FLOPs utilisation. Default: that of known "
         "GPUs."
     )
-    for name, default, help_line in _OWN_FLAGS:
-        define = flags.DEFINE_boolean if isinstance(default, bool) else flags.DEFINE_string
-        define(name, default, help_line, flag_values=values)
+    add_flags(values, _OWN_FLAGS)
     return values

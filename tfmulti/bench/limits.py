@@ -103,8 +103,8 @@ def _communication(point: Situation, fraction: float) -> str:
         else:
             text += (
                 f"mostly waiting for the slowest replica in {point.collectives} collectives, which "
-                f"alone would take {1000 * (latency_s + bytes_s):.3g} ms; look for what else runs "
-                "there; "
+                f"alone would take {1000 * (latency_s + bytes_s):.3g} ms; look for other "
+                "programs there; "
             )
         if point.synchronized:
             tries.append(f"--nosync_batch_norm ({2 * point.synchronized} collectives fewer)")

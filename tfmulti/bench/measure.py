@@ -73,9 +73,10 @@ def measure_process(request: MeasureRequest, cluster: Cluster | None) -> Measure
     if request.profile is not None:
         profile(setup, model, Path(request.profile))
     synchronized = synchronized_layers(setup, model) if several else 0
-    wire = 2 if request.run.gradient_compression != "none" and setup.placement.workers > 1 else 4
-    sizes = [wire * math.prod(v.shape) for v in model.trainable_variables]
-    messages = gradient_messages(sizes) if setup.placement.workers > 1 else 1
+    has_workers = setup.placement.workers > 1
+    value_bytes = 2 if request.run.gradient_compression != "none" and has_workers else 4
+    sizes = [value_bytes * math.prod(v.shape) for v in model.trainable_variables]
+    messages = gradient_messages(sizes) if has_workers else 1
     collectives = messages + 1 + 2 * synchronized if several else 0
     sent, rows = sent_bytes(setup, model) or (sum(sizes), 0.0)
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(state_of(model).specs)
@@ -93,7 +94,7 @@ def measure_process(request: MeasureRequest, cluster: Cluster | None) -> Measure
         flops_per_example=training_flops(model, inputs),
         peak_tflops=request.run.peak_tflops or peak_of_devices(model, setup.placement.gpus),
         reader_threads=state_of(model).epoch.reader_threads,
-        message_s=message_seconds(setup.strategy) if setup.placement.workers > 1 else None,
+        message_s=message_seconds(setup.strategy) if has_workers else None,
     )
 
 
@@ -111,10 +112,8 @@ def without_peers(setup: Setup, rows: int) -> tuple[Setup, keras.Model]:
     A step has `rows` rows.
     """
     kind = "GPU" if setup.placement.gpus else "CPU"
-    config = setup.config
     alone = dataclasses.replace(
         setup,
-        config=config,
         strategy=tf.distribute.OneDeviceStrategy(f"{kind}:0"),
         placement=Placement(0, 1, 1, setup.placement.gpus[:1]),
         batch=BatchSizes(rows, rows, True),
@@ -197,8 +196,8 @@ def gradient_messages(sizes: Sequence[int]) -> int:
 def sent_bytes(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
     """Returns the size of an all-reduce that sends as many bytes as a step, and its row bytes.
 
-    The bytes are counted, because of an embedding only the rows of the batch travel. Every process
-    must call this function.
+    The bytes are counted, because the size of an embedding does not tell them: its gradient has
+    only the rows of the batch. Every process must call this function.
 
     Returns:
         The size in bytes, and the bytes of embedding rows that each other worker gets in a step.
@@ -213,8 +212,9 @@ def sent_bytes(setup: Setup, model: keras.Model) -> tuple[int, float] | None:
         before = np.array([channel.sent_bytes, channel.sent_row_bytes])
         trained(setup, model, executions)
         sent.append(np.array([channel.sent_bytes, channel.sent_row_bytes]) - before)
-    each, rows = (sent[1] - sent[0]) / (2 * int(model.steps_per_execution)) / (workers - 1)
-    return round(each * workers / 2), float(rows)
+    steps = 2 * int(model.steps_per_execution)
+    message_bytes, row_bytes = (sent[1] - sent[0]) / steps / (workers - 1)
+    return round(message_bytes * workers / 2), float(row_bytes)
 
 
 def agreed(
@@ -225,10 +225,10 @@ def agreed(
     Every process must call this function. If the user has asked for a number of steps, these are
     measured. Otherwise the chief's time of the warm-up decides how many take about `seconds`.
     """
-    each = int(model.steps_per_execution)
+    steps_each = int(model.steps_per_execution)
     if steps is not None:
-        return -(-steps // each)
-    execution_s = each * warm.seconds / warm.steps
+        return -(-steps // steps_each)
+    execution_s = steps_each * warm.seconds / warm.steps
     executions = int(np.clip(seconds / execution_s, _LEAST, _MOST))
     return gather(setup.strategy, [executions])[0][0]
 

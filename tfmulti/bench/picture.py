@@ -34,20 +34,15 @@ def draw(report: Report, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     speed, efficiency, parts = figure.subplots(1, 3)
     _draw_curves(report, speed, efficiency)
     _draw_parts(report.results, parts)
     run, config = report.config.run, report.config
-    batch = (
-        f"batch {config.batch} a replica (weak)"
-        if config.weak
-        else (f"global batch {config.batch} (strong)")
-    )
+    weak, strong = f"batch {config.batch} a replica (weak)", f"global batch {config.batch} (strong)"
+    batch = weak if config.weak else strong
     devices = f"{report.gpus} GPUs" if report.gpus else f"{report.cores} CPU cores"
     figure.suptitle(f"{run.model}, {batch}, {run.precision}, {devices}")
     with replacing(path) as partial:
@@ -111,11 +106,13 @@ def _draw_curves(report: Report, speed: Any, efficiency: Any) -> None:
 
 def _spread(shown: list[Result]) -> list[list[float]]:
     """Returns how far the throughputs of the rounds go below and above the one that is shown."""
-    of_rounds = [[r.examples_per_sec * r.step_ms / ms for ms in r.rounds_ms] for r in shown]
-    return [
-        [max(0.0, r.examples_per_sec - min(v)) for r, v in zip(shown, of_rounds, strict=True)],
-        [max(0.0, max(v) - r.examples_per_sec) for r, v in zip(shown, of_rounds, strict=True)],
-    ]
+    below, above = [], []
+    for result in shown:
+        speed = result.examples_per_sec
+        round_speeds = [speed * result.step_ms / ms for ms in result.rounds_ms]
+        below.append(max(0.0, speed - min(round_speeds)))
+        above.append(max(0.0, max(round_speeds) - speed))
+    return [below, above]
 
 
 def _draw_parts(results: list[Result], axes: Any) -> None:

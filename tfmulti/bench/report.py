@@ -157,8 +157,8 @@ def _latency_text(network: NetworkModel) -> str:
     """Returns the text about the latency, of a ring or of rounds of messages."""
     if network.message_s is None:
         return f"latency {1e6 * network.latency_s:,.0f} µs a message"
-    each = 1e6 * network.message_s
-    return f"latency {1e6 * network.latency_s:,.0f} µs a round, {each:,.0f} µs a message"
+    latency_us, message_us = 1e6 * network.latency_s, 1e6 * network.message_s
+    return f"latency {latency_us:,.0f} µs a round, {message_us:,.0f} µs a message"
 
 
 def busy_warnings(load: float, cores: int) -> list[str]:
@@ -183,14 +183,14 @@ def _limits(matrix: Matrix, results: Sequence[Result]) -> list[str]:
     largest = {result.point.kind: result for result in results}
     if len(largest) > 1:
         largest.pop("one", None)
-    one = next((result for result in results if result.point.kind == "one"), None)
+    one_replica = next((result for result in results if result.point.kind == "one"), None)
     lines = []
     for kind, result in largest.items():
         point, alone, process = result.point, None, result.processes[0]
         has_own_devices = kind == "workers" or not on_cpus
-        if one is not None and kind != "one" and has_own_devices and point.devices <= cores:
+        if one_replica and kind != "one" and has_own_devices and point.devices <= cores:
             part = 1.0 if config.weak else config.slice_rows(point) / config.batch
-            alone = one.parts.compute * part
+            alone = one_replica.parts.compute * part
         situation = Situation(
             name=point.name,
             kind=kind,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmulti.bench.parts import Phase, TimeParts
+from tfmulti.config import json_values
 from tfmulti.config.fit_config import FitConfig
 
 
@@ -40,10 +41,7 @@ class MeasureRequest:
     @classmethod
     def from_json(cls, text: str) -> MeasureRequest:
         """Returns the request that `to_json` has written."""
-        values = json.loads(text)
-        values["run"] = FitConfig(**values["run"])
-        values["cores"] = tuple(map(tuple, values["cores"]))
-        return cls(**values)
+        return json_values.build(cls, json.loads(text))
 
     def result_file(self, rank: int) -> Path:
         """Returns the file for the result of a process."""

@@ -126,7 +126,7 @@ def all_reduces_of(measurements: Measurements, kind: str) -> list[tuple[int, int
             for process in itertools.chain(*rounds):
                 for size, seconds in process.all_reduces:
                     times.setdefault((point.devices, size), []).append(seconds)
-    return [(n, size, statistics.median(each)) for (n, size), each in sorted(times.items())]
+    return [(n, size, statistics.median(seconds)) for (n, size), seconds in sorted(times.items())]
 
 
 def network_of(measurements: Measurements, kind: str) -> NetworkModel | None:

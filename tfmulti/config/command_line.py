@@ -51,9 +51,9 @@ class Parser(argparse.ArgumentParser):
             ConfigError: an argument is unknown, or a value is wrong.
             SystemExit: the help was asked for and has been shown.
         """
-        given, unknown = self.parse_known_args(words)
+        values, unknown = self.parse_known_args(words)
         if not unknown:
-            return given
+            return values
         if not unknown[0].startswith("-"):
             raise ConfigError(f"unexpected argument {unknown[0]!r}. See {self.prog} --help.")
         name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")
@@ -66,7 +66,7 @@ def whole_number(text: str) -> int:
     """Returns the whole number of an argument, which is not negative.
 
     Raises:
-        ArgumentTypeError: the text is none.
+        ArgumentTypeError: the text is not such a number.
 
     >>> whole_number("12")
     12
@@ -112,7 +112,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
 
 
 def _has_lost_its_reader(output: int) -> bool:
-    """Returns whether nobody can read any more what is written to a descriptor, see poll(2)."""
+    """Returns whether no process can still read what is written to a descriptor, see poll(2)."""
     poll = select.poll()
     poll.register(output, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

@@ -17,7 +17,6 @@ def speaker(is_chief: bool) -> Say:
     """Returns a function `say(label, text)` that prints a line, on the chief only."""
 
     def say(label: str, text: str) -> None:
-        """Prints a line on the chief."""
         if is_chief:
             print(f"{label:<10} {documented(text)}", flush=True)
 

@@ -272,7 +272,7 @@ class FitConfig(TrainingOptions):
         if self.model is not None:
             registry.model_entry(self.model)
         if self.optimizer is not None:
-            registry.optimizer_reference(self.optimizer)
+            registry.check_optimizer(self.optimizer)
         if self.peak_tflops is not None and not self.log_throughput:
             raise ConfigError(
                 f"--peak_tflops {self.peak_tflops:g} has an effect only with --log_throughput. "
@@ -296,8 +296,8 @@ class FitConfig(TrainingOptions):
                 f"--per_replica_batch_size {self.per_replica_batch_size} were given, but one "
                 "follows from the other and the number of replicas. Give one of them."
             )
-        given = self.global_batch_size or self.per_replica_batch_size
-        if given is None and registry.recipe_of(self.dataset).global_batch_size is None:
+        batch_size = self.global_batch_size or self.per_replica_batch_size
+        if batch_size is None and registry.recipe_of(self.dataset).global_batch_size is None:
             registry.check_dataset(self.dataset)
             raise ConfigError(
                 f"--dataset {self.dataset} has no batch size of its own. "
@@ -335,7 +335,7 @@ class FitConfig(TrainingOptions):
         changes |= {name: v for name, v in wanted.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **changes)
 
-    def given(self) -> dict[str, Any]:
+    def values_given(self) -> dict[str, Any]:
         """Returns the values that a tracker logs: all fields that are not None."""
         return {name: v for name, v in dataclasses.asdict(self).items() if v is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from absl import flags
@@ -24,11 +24,9 @@ def make_flags() -> flags.FlagValues:
         float: flags.DEFINE_string,
         bool: flags.DEFINE_boolean,
     }
-    flags.DEFINE_string(
-        "config",
-        None,
-        "JSON file of these flags, such as a run's config.json; flags win.",
-        flag_values=values,
+    add_flags(
+        values,
+        [("config", None, "JSON file of these flags, such as a run's config.json; flags win.")],
     )
     flags.DEFINE_boolean("help", False, "Show this text.", short_name="h", flag_values=values)
     for item in dataclasses.fields(FitConfig):
@@ -39,6 +37,15 @@ def make_flags() -> flags.FlagValues:
         default = item.default if plain else str(item.default)
         define[base_type(item)](item.name, default, help, flag_values=values)
     return values
+
+
+def add_flags(
+    values: flags.FlagValues, added: Iterable[tuple[str, str | bool | None, str]]
+) -> None:
+    """Adds flags of one command, each with its name, its default and its help text."""
+    for name, default, help in added:
+        define = flags.DEFINE_boolean if isinstance(default, bool) else flags.DEFINE_string
+        define(name, default, help, flag_values=values)
 
 
 def parse(argv: Sequence[str]) -> FitConfig | None:
@@ -95,29 +102,29 @@ def parse_into(
         return list(values(list(argv))[1:])
     except flags.UnrecognizedFlagError as error:
         name = error.flagname.lstrip("-")
-        known = [each for each in values if each not in unused]
+        known = [flag for flag in values if flag not in unused]
         raise ConfigError(f"no flag --{name}; {did_you_mean(name, known)}") from None
     except flags.Error as error:
         raise ConfigError(f"{error}. See --help.") from None
 
 
-def config_of(values: flags.FlagValues, **given_before: Any) -> FitConfig:
+def config_of(values: flags.FlagValues, **defaults: Any) -> FitConfig:
     """Returns the configuration from parsed flags and from the file of `--config`.
 
     Args:
         values: the parsed flags. They win over all other values.
-        given_before: values by field. They win over those of the file.
+        defaults: values by field for flags that are not given. They win over those of the file.
 
     Raises:
         ConfigError: a value is wrong, or the file cannot be used.
     """
-    given: dict[str, Any] = read_config_file(values.config) if values.config else {}
-    given |= given_before
+    fields: dict[str, Any] = read_config_file(values.config) if values.config else {}
+    fields |= defaults
     for item in dataclasses.fields(FitConfig):
         if values[item.name].present:
-            given[item.name] = _convert(item, values[item.name].value)
-    _keep_one_batch_size(values, given)
-    return FitConfig(**given)
+            fields[item.name] = _convert(item, values[item.name].value)
+    _keep_one_batch_size(values, fields)
+    return FitConfig(**fields)
 
 
 def _convert(item: dataclasses.Field[Any], value: Any) -> Any:
@@ -134,12 +141,12 @@ def _convert(item: dataclasses.Field[Any], value: Any) -> Any:
         raise ConfigError(f"--{item.name} is {value!r}, but it must be {noun}.") from None
 
 
-def _keep_one_batch_size(values: flags.FlagValues, given: dict[str, Any]) -> None:
-    """Removes the other batch size from `given` if the command line gives only one of the two."""
+def _keep_one_batch_size(values: flags.FlagValues, fields: dict[str, Any]) -> None:
+    """Removes the other batch size from `fields` if the command line gives only one of the two."""
     pair = ("global_batch_size", "per_replica_batch_size")
     for name, other in (pair, pair[::-1]):
         if values[name].present and not values[other].present:
-            given.pop(other, None)
+            fields.pop(other, None)
 
 
 def help_text(

@@ -24,12 +24,12 @@ def parse(text: str | bytes) -> Any:
     except json.JSONDecodeError:
         raise
     except RecursionError:
-        why = "brackets are nested too deeply"
+        reason = "brackets are nested too deeply"
     except UnicodeDecodeError:
-        why = "it is not UTF-8 text"
+        reason = "it is not UTF-8 text"
     except ValueError as error:
-        why = str(error).partition(";")[0]
-    raise json.JSONDecodeError(why, "", 0)
+        reason = str(error).partition(";")[0]
+    raise json.JSONDecodeError(reason, "", 0)
 
 
 def build(kind: type[T], values: Any) -> T:
@@ -76,7 +76,7 @@ def _as(hint: Any, name: str, value: Any) -> Any:
     if isinstance(hint, types.UnionType):
         if value is None and types.NoneType in hint.__args__:
             return None
-        (hint,) = (each for each in hint.__args__ if each is not types.NoneType)
+        (hint,) = (kind for kind in hint.__args__ if kind is not types.NoneType)
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value)
     if hint is float and type(value) is int and abs(value) < 1 << 53:
@@ -85,7 +85,7 @@ def _as(hint: Any, name: str, value: Any) -> Any:
     if hint is not Any and type(value) is not (list if origin is tuple else origin):
         raise ValueError(f"{name} is of type {type(value).__name__}")
     if origin is dict and inner:
-        return {key: _as(inner[1], name, each) for key, each in value.items()}
+        return {key: _as(inner[1], name, item) for key, item in value.items()}
     if origin in (list, tuple) and inner:
-        return origin(_as(inner[0], name, each) for each in value)
+        return origin(_as(inner[0], name, item) for item in value)
     return value

@@ -23,7 +23,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
         OSError: the file cannot be opened, or is a named pipe or a device, which may have no end.
     """
     try:
-        file = open(path, "rb", opener=_opened_at_once)  # noqa: SIM115
+        file = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115
     except ValueError:
         # Python refuses a path with a zero byte.
         raise FileNotFoundError(errno.ENOENT, "no such file", path) from None
@@ -33,28 +33,28 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     return file
 
 
-def read_small(path: str | os.PathLike[str], most: int) -> bytes:
+def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """Returns the content of a regular file of this machine.
 
     Args:
         path: the file.
-        most: the largest size in bytes.
+        most_bytes: the largest size in bytes.
 
     Raises:
         OSError: the file cannot be read, is larger, or is a named pipe or a device.
     """
     with open_regular(path) as file:
-        # A sparse file takes no place on the disk, so nothing of a file too large is read.
+        # A sparse file of any size takes no place on the disk, so the size is checked first.
         size = os.fstat(file.fileno()).st_size
-        if size <= most:
+        if size <= most_bytes:
             # Python takes memory for as many bytes as `read` is asked for.
             content = file.read(size + 1)
-            # A file of the system tells no size, and another file may have grown.
-            while len(content) <= most and (piece := file.read(_PIECE_BYTES)):
+            # The size of a file in /proc or /sys is not known, and another file may have grown.
+            while len(content) <= most_bytes and (piece := file.read(_PIECE_BYTES)):
                 content += piece
-            if len(content) <= most:
+            if len(content) <= most_bytes:
                 return content
-    raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
+    raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", path)
 
 
 def whole_number(text: str) -> int | None:
@@ -67,6 +67,6 @@ def whole_number(text: str) -> int | None:
     return int(text) if is_number else None
 
 
-def _opened_at_once(path: str, flags: int) -> int:
-    """Opens a file without blocking; opening a named pipe would wait for a writer."""
+def _open_without_blocking(path: str, flags: int) -> int:
+    """Opens a file; without the flag, opening a named pipe would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
-"""Lists the models, data sets and optimizers that flags accept: their code and their defaults.
+"""Lists the models, data sets and optimizers that flags accept, with the defaults of a run.
 
-To add one, write a file with its code and add a line here. A reference is a text of the form
-`package.module:function`, so a mistyped name is answered without importing TensorFlow.
+To add a model or a data set, write a file with its code and add a line here. A reference is a text
+of the form `package.module:function`, so a mistyped name is answered without importing TensorFlow.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,8 @@ MODELS: dict[str, ModelEntry] = {
     ),
 }
 
-OPTIMIZERS: dict[str, str] = {
-    "sgd": "tfmulti.run.optimizers:sgd",
-    "adam": "tfmulti.run.optimizers:adam",
-    "adamw": "tfmulti.run.optimizers:adamw",
-    "lamb": "tfmulti.run.optimizers:lamb",
-    "adafactor": "tfmulti.run.optimizers:adafactor",
-    "lion": "tfmulti.run.optimizers:lion",
-    "muon": "tfmulti.run.optimizers:muon",
-}
+# The names of the optimizers that `run.optimizers` makes.
+OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "adafactor", "lion", "muon")
 
 
 @dataclass(frozen=True)
@@ -153,9 +146,14 @@ def model_entry(model: str) -> ModelEntry:
     Raises:
         ConfigError: the model is unknown.
     """
-    references = {name: entry.reference for name, entry in MODELS.items()}
-    reference = _reference_of("model", model, references, own=True)
-    return MODELS.get(model, ModelEntry(reference))
+    if model in MODELS:
+        return MODELS[model]
+    if _is_reference(model):
+        return ModelEntry(model)
+    raise ConfigError(
+        f"no model {model!r} for --model; {did_you_mean(model, MODELS)} "
+        "Your own: package.module:function."
+    )
 
 
 def default_model(wanted: str, kind: str | None) -> str:
@@ -170,23 +168,12 @@ def default_model(wanted: str, kind: str | None) -> str:
     return {"image": "cnn", "tokens": "transformer"}.get(kind, "mlp")
 
 
-def optimizer_reference(optimizer: str) -> str:
-    """Returns the reference of the function that makes the optimizer of an `--optimizer` value.
-
-    Raises:
-        ConfigError: the optimizer is unknown.
-    """
-    return _reference_of("optimizer", optimizer, OPTIMIZERS, own=False)
-
-
-def _reference_of(kind: str, name: str, table: Mapping[str, str], *, own: bool) -> str:
-    """Returns the reference of a name in a table or, with `own`, the user's own reference."""
-    if name in table:
-        return table[name]
-    if own and _is_reference(name):
-        return name
-    tail = " Your own: package.module:function." if own else ""
-    raise ConfigError(f"no {kind} {name!r} for --{kind}; {did_you_mean(name, table)}{tail}")
+def check_optimizer(optimizer: str) -> None:
+    """Raises ConfigError if there is no optimizer of that name."""
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"no optimizer {optimizer!r} for --optimizer; {did_you_mean(optimizer, OPTIMIZERS)}"
+        )
 
 
 def _is_reference(name: str) -> bool:
@@ -210,10 +197,10 @@ def check_reference(flag: str, reference: str) -> None:
     """
     module = reference.partition(":")[0]
     try:
-        found = importlib.util.find_spec(module) is not None
+        exists = importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise ConfigError(
             f"--{flag} {reference}: no module {module!r}. It must be importable from this folder "
             "or from PYTHONPATH."

@@ -23,55 +23,30 @@ class RunDir:
 
     Args:
         path: the folder, which need not exist.
+
+    Attributes:
+        config: the resolved configuration of the run, by which the run starts again.
+        history: the metrics of each epoch.
+        report: the report of the run.
+        report_page: the report as a page for a browser.
+        curves: the plot of the metrics.
+        tensorboard: the folder for TensorBoard's files.
+        model: the trained model.
+        features: the names of the values into which the columns of a table were encoded.
+        vocabulary: the words of a text data set.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration of the run, by which the run starts again."""
-        return self.path / "config.json"
-
-    @property
-    def history(self) -> Path:
-        """The metrics of each epoch."""
-        return self.path / "history.csv"
-
-    @property
-    def report(self) -> Path:
-        """The report of the run."""
-        return self.path / "report.json"
-
-    @property
-    def report_page(self) -> Path:
-        """The report as a page for a browser."""
-        return self.path / "report.html"
-
-    @property
-    def curves(self) -> Path:
-        """The plot of the metrics."""
-        return self.path / "curves.png"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder for TensorBoard's files."""
-        return self.path / "tensorboard"
-
-    @property
-    def model(self) -> Path:
-        """The trained model."""
-        return self.path / "model.keras"
-
-    @property
-    def features(self) -> Path:
-        """The columns of a table and what was computed from them for the model."""
-        return self.path / "features.txt"
-
-    @property
-    def vocabulary(self) -> Path:
-        """The words of a text data set."""
-        return self.path / "vocabulary.txt"
+        self.config = self.path / "config.json"
+        self.history = self.path / "history.csv"
+        self.report = self.path / "report.json"
+        self.report_page = self.path / "report.html"
+        self.curves = self.path / "curves.png"
+        self.tensorboard = self.path / "tensorboard"
+        self.model = self.path / "model.keras"
+        self.features = self.path / "features.txt"
+        self.vocabulary = self.path / "vocabulary.txt"
 
     @property
     def checkpoints(self) -> Path:
@@ -99,13 +74,9 @@ class RunDir:
                         f"--run_dir {self.path} holds another run ({artifact.name} is there). "
                         "Give a new --run_dir, or remove that folder."
                     )
-            self.check_writable()
+            check_writable("run_dir", self.path)
         except PermissionError as error:
             raise RunDirError(f"--run_dir {self.path}: {error.strerror}.") from None
-
-    def check_writable(self) -> None:
-        """Raises RunDirError if the folder cannot be written."""
-        check_writable("run_dir", self.path)
 
     def create(self) -> None:
         """Makes the folder.
@@ -135,8 +106,23 @@ def check_writable(flag: str, path: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        what = "not writable" if parent.is_dir() else "a file"
-        raise RunDirError(f"--{flag} {path}: {parent} is {what}. Give another folder.")
+        problem = "not writable" if parent.is_dir() else "a file"
+        raise RunDirError(f"--{flag} {path}: {parent} is {problem}. Give another folder.")
+
+
+def check_new(flag: str, path: Path) -> None:
+    """Checks that a folder does not exist or is empty, and can be written, without writing.
+
+    Args:
+        flag: the name of the flag that gave the folder, for the message.
+        path: the folder.
+
+    Raises:
+        RunDirError: the folder holds files, is a file, or cannot be written.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunDirError(f"--{flag} {path} exists and is not an empty folder. Give a new folder.")
+    check_writable(flag, path)
 
 
 def default_run_dir(dataset: str, model: str, now: datetime, root: str = "runs") -> RunDir:
@@ -176,10 +162,15 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
         _sync_folder(path.parent)
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
+        _delete(partial)
+
+
+def _delete(path: Path) -> None:
+    """Removes a file, or a folder with all that is in it, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -198,7 +189,7 @@ _guards: dict[Path, Callable[[], None]] = {}
 
 @contextlib.contextmanager
 def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Calls a check before each file in a folder is replaced or removed, for as long as the block.
+    """Calls a check before each file in a folder is replaced or removed, while the block runs.
 
     Args:
         folder: the folder, with all folders in it.
@@ -230,10 +221,7 @@ def remove_partial(folder: Path) -> None:
     No other process may write to the folder at this time.
     """
     for partial in folder.glob(".partial-*"):
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink(missing_ok=True)
+        _delete(partial)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -56,7 +56,7 @@ MESSAGES = {
     "no-xla": "XLA does not compile this step",
     "data-ended": "the data ended after",
 }
-# What the doctor finds names its own rule, and what to do.
+# A finding of the doctor names its own rule and the next step, so all findings share one anchor.
 DOCTOR = "doctor"
 _PATTERNS = {
     anchor: re.compile(".*?".join(map(re.escape, words.split("…"))))
@@ -75,8 +75,8 @@ def docs_path_of(words: str, otherwise: str = "") -> str:
     >>> docs_path_of("h2 does not know this job's secret")
     'troubleshooting#secret'
     """
-    found = (anchor for anchor, pattern in _PATTERNS.items() if pattern.search(words))
-    anchor = next(found, otherwise)
+    matching = (anchor for anchor, pattern in _PATTERNS.items() if pattern.search(words))
+    anchor = next(matching, otherwise)
     return f"{_PAGE}{anchor}" if anchor else ""
 
 

@@ -19,7 +19,7 @@ def advice(share: float, threads: int | None, *, cached: bool, cores: int = 0) -
     >>> advice(0.61, 2, cached=False, cores=4)
     'input-bound: 61 % of the step is waiting for data; try --reader_threads 4'
     """
-    message = f"input-bound: {share:.0%} of the step is waiting for data; ".replace("%", " %", 1)
+    message = f"input-bound: {100 * share:.0f} % of the step is waiting for data; "
     if threads is None:
         return message + "the Dataset yields too slowly: give it num_parallel_calls and prefetch"
     if threads < cores:

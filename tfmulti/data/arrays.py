@@ -41,7 +41,7 @@ class ArraySource(Source):
         self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves_of(data))
         self._specs = map_nest(functools.partial(_leaf, floats=floats), self.data)
         if dtypes is not None:
-            self._specs = map_nest(_as_dtype, self._specs, dtypes)
+            self._specs = map_nest(lambda leaf, dtype: Leaf(leaf.shape, dtype), self._specs, dtypes)
 
     def __len__(self) -> int:
         return self._rows
@@ -88,11 +88,6 @@ class ArraySource(Source):
         map_nest(take, self.data, out)
 
 
-def _as_dtype(leaf: Leaf, dtype: str) -> Leaf:
-    """Returns the same leaf with another dtype."""
-    return leaf._replace(dtype=dtype)
-
-
 def _leaf(array: np.ndarray, floats: str | None) -> Leaf:
     """Returns the form of one row of an array, as the source returns it."""
     if array.dtype.kind in "OSU":
@@ -121,7 +116,8 @@ def _as_array(value: Any, floats: str | None) -> np.ndarray:
         )
     if array.ndim == 0:
         raise DataError(
-            f"{array.item()!r} is a single value. Give arrays, a row an example: np.array(x)."
+            f"{array.item()!r} is a single value. Give arrays with one row for each example: "
+            "np.array(x)."
         )
     return array if isinstance(value, np.memmap) else _as_floats(array, floats)
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from tfmulti.config.reading import NEXT_STEP
+from tfmulti.data.io import files
 from tfmulti.errors import DataError
 
 # A source raises one of these if a record cannot be read.
@@ -62,10 +63,7 @@ def _can_be_listed(folder: str) -> bool:
 
 def reason_of(error: Exception) -> str:
     """Returns what an exception says as one sentence."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}."
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return reason if reason.endswith(".") else f"{reason}."
+    return f"{files.reason_of(error)}."
 
 
 Result = TypeVar("Result")
@@ -111,7 +109,7 @@ def check_lost(lost: Sequence[str], most: int) -> None:
 
 
 @contextlib.contextmanager
-def naming(lost: Sequence[str]) -> Iterator[None]:
+def naming_the_first(lost: Sequence[str]) -> Iterator[None]:
     """Adds to a DataError from the context the first example that was left out before, if any.
 
     A left-out example may be the cause, such as the only row of a class. `lost` is as in

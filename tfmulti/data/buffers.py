@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmulti.data.source import leaves_of
+from tfmulti.data.source import leaves_of, map_nest
 
 # TensorFlow uses memory of this alignment as it is, and copies any other.
 ALIGNMENT = 64
@@ -21,6 +21,11 @@ def empty(shape: tuple[int, ...], dtype: str) -> np.ndarray:
         return np.empty(shape, object)
     size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return aligned(size).view(dtype).reshape(shape)
+
+
+def empty_rows(specs: Any, count: int) -> Any:
+    """Returns a nest of uninitialized arrays for `count` examples of the form `specs`."""
+    return map_nest(lambda leaf: empty((count, *leaf.shape), leaf.dtype), specs)
 
 
 def aligned(size: int) -> np.ndarray:

@@ -30,7 +30,7 @@ import numpy as np
 from tfmulti.config.reading import ReadOptions
 from tfmulti.data.bad_records import RECORD_FAULTS, is_of_storage, reason_of
 from tfmulti.data.batch_plan import BatchPlan, WorkerPart
-from tfmulti.data.buffers import empty
+from tfmulti.data.buffers import empty_rows
 from tfmulti.data.source import Source, map_nest
 from tfmulti.errors import DataError
 
@@ -89,9 +89,8 @@ class _ReplicaRows:
     """The rows of one replica: the indices of its examples, their arrays, and the bad rows."""
 
     def __init__(self, examples: np.ndarray, first: int, counts: bool, source: Source) -> None:
-        count = len(examples)
         self.examples, self.first, self.counts = examples, first, counts
-        self.data = map_nest(lambda leaf: empty((count, *leaf.shape), leaf.dtype), source.specs)
+        self.data = empty_rows(source.specs, len(examples))
         # Why each bad row cannot be read. One thread reads a piece, so no two threads write one
         # key.
         self.bad: dict[int, str] = {}
@@ -191,10 +190,11 @@ class Loader:
         batch = _PendingBatch(part, [], [])
         pieces = _PIECES_PER_THREAD * (self._cores if self._threads is None else self._threads)
         for first, last, counts in part.slices:
-            own = examples[first - part.begin : last - part.begin]
-            batch.replicas.append(_ReplicaRows(own, first, counts, self._source))
-            for piece in _pieces(len(own), pieces * len(own) / (part.end - part.begin)):
-                batch.pieces.append(self._start(batch.replicas[-1], part.epoch, piece))
+            replica_examples = examples[first - part.begin : last - part.begin]
+            replica = _ReplicaRows(replica_examples, first, counts, self._source)
+            batch.replicas.append(replica)
+            for piece in _pieces(last - first, pieces * (last - first) / (part.end - part.begin)):
+                batch.pieces.append(self._start(replica, part.epoch, piece))
         return batch
 
     def _start(self, replica: _ReplicaRows, epoch: int, piece: slice) -> Future[None]:
@@ -226,7 +226,7 @@ class Loader:
         try:
             read(piece)
         except RECORD_FAULTS:
-            # The error may concern any row of the piece: read them one by one to find out.
+            # The error may concern any row of the piece, so the rows are read one by one.
             for row in range(piece.start, piece.stop):
                 try:
                     read(slice(row, row + 1))
@@ -277,7 +277,8 @@ class Loader:
             rows = sum(own_rows)
             ends = itertools.accumulate(own_rows)
             first_rows = tuple(
-                min(end - own, max(rows - 1, 0)) for end, own in zip(ends, own_rows, strict=True)
+                min(end - count, max(rows - 1, 0))
+                for end, count in zip(ends, own_rows, strict=True)
             )
         data = tuple(self._readable(replica) for replica in replicas)
         return Batch(batch.part.step, rows, data, own_rows, first_rows, lost)
@@ -302,7 +303,7 @@ class Loader:
 
 
 def cores(env: Mapping[str, str] = os.environ) -> int:
-    """Returns how many cores this process may use: its part, if workers share a machine."""
+    """Returns how many cores this process may use; workers of one machine share its cores."""
     return max(1, len(os.sched_getaffinity(0)) // local_workers(env))
 
 

@@ -74,8 +74,8 @@ def slice_bounds(rows: Any, replicas: int, replica: Any, minimum: Minimum = min)
     >>> [stop - start for start, stop in (slice_bounds(30, 8, r) for r in range(8))]
     [4, 4, 4, 4, 4, 4, 3, 3]
     """
-    each = rows // replicas
-    left_over = rows - each * replicas
-    start = replica * each + minimum(replica, left_over)
-    stop = (replica + 1) * each + minimum(replica + 1, left_over)
+    quotient = rows // replicas
+    remainder = rows - quotient * replicas
+    start = replica * quotient + minimum(replica, remainder)
+    stop = (replica + 1) * quotient + minimum(replica + 1, remainder)
     return start, stop

@@ -1,7 +1,4 @@
-"""Writes the results of a run: the exported model and the report.
-
-Runs on the chief.
-"""
+"""Exports the trained model, and computes the checksum of its weights."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.config.run_directory import RunDir, replacing, write_text
-from tfmulti.errors import ModelError, RunDirError
-from tfmulti.run.report import FitReport
+from tfmulti.config.run_directory import check_new, replacing
+from tfmulti.errors import ModelError
 from tfmulti.training.state.model_checks import as_made
 
 
@@ -26,7 +22,7 @@ def weights_sha256(model: keras.Model) -> str:
 
 
 def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
-    """Writes a SavedModel for serving.
+    """Writes a SavedModel for serving. Runs on the chief.
 
     Keras cannot export a model with mirrored variables. So the saved file is loaded again outside
     the strategy, with the classes of the model and its layers.
@@ -37,11 +33,10 @@ def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
         folder: the folder for the SavedModel, new or empty.
 
     Raises:
-        RunDirError: the folder is not empty.
+        RunDirError: the folder is not empty, or cannot be written.
         ModelError: the saved file cannot be loaded with these classes.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise RunDirError(f"--export_dir {folder} is not empty. Give a new folder.")
+    check_new("export_dir", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with as_made(model):
         classes = {type(layer).__name__: type(layer) for layer in [model, *model.layers]}
@@ -55,8 +50,3 @@ def export_model(model: keras.Model, saved: Path, folder: Path) -> None:
         ) from None
     with replacing(folder) as partial:
         plain.export(partial, verbose=False)
-
-
-def write_report(run_dir: RunDir, report: FitReport) -> None:
-    """Writes report.json."""
-    write_text(run_dir.report, report.to_json())

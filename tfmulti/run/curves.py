@@ -15,18 +15,14 @@ if TYPE_CHECKING:
 def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
     """Returns a figure of each metric over the epochs, with training and validation in one plot.
 
-    Args:
-        history: one list for each metric, with an entry for each epoch.
-        title: the title of the picture.
+    `history` has a list for each metric, with an entry for each epoch.
     """
     # The import takes half a second.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     names = [name for name in history if not name.startswith("val_")]
     figure = Figure(figsize=(5.0 * max(1, len(names)), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(1, len(names), place)
         for key, label in ((name, "training"), (f"val_{name}", "validation")):
@@ -34,7 +30,7 @@ def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
             if values:
                 axes.plot(range(1, len(values) + 1), values, marker=".", label=label)
         axes.set(xlabel="epoch")
-        # A user's metric may be called "$x$", which is no formula of matplotlib.
+        # matplotlib would take a metric's name such as "$x$" for a formula.
         axes.set_title(name, parse_math=False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
@@ -45,11 +41,7 @@ def curves_figure(history: dict[str, list[float]], title: str = "") -> Figure:
 
 
 def curves_svg(history: dict[str, list[float]]) -> str:
-    """Returns the figure of `curves_figure` as an SVG element.
-
-    Args:
-        history: one list for each metric, with an entry for each epoch.
-    """
+    """Returns the figure of `curves_figure` as an SVG element."""
     # The import takes half a second.
     import matplotlib
 
@@ -57,17 +49,14 @@ def curves_svg(history: dict[str, list[float]]) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         curves_figure(history).savefig(text, format="svg")
     picture = text.getvalue()
-    # The lines before belong to a file of its own.
+    # Within a page, the XML declaration before the element is left out.
     return picture[picture.index("<svg") :]
 
 
 def draw_curves(path: Path, history: dict[str, list[float]], title: str) -> None:
     """Draws each metric over the epochs into a file.
 
-    Args:
-        path: the file. Its ending gives the format.
-        history: one list for each metric, with an entry for each epoch.
-        title: the title of the picture.
+    The ending of the path gives the format.
     """
     figure = curves_figure(history, title)
     with replacing(path) as partial:

@@ -23,14 +23,21 @@ from absl import flags
 from tfmulti.config.command_line import exit_code_of
 from tfmulti.config.console import quiet_stderr
 from tfmulti.config.fit_config import FitConfig
-from tfmulti.config.flags import config_of, help_text, make_flags, parse_into
+from tfmulti.config.flags import add_flags, config_of, help_text, make_flags, parse_into
 from tfmulti.errors import ConfigError
 from tfmulti.launch import garbage_collection
 from tfmulti.run import validation
 
+# The names, defaults and help lines of the flags of this command alone.
+_OWN_FLAGS: tuple[tuple[str, str | bool | None, str], ...] = (
+    ("workers", "1", "Workers whose plan is shown, of --replicas each."),
+    ("picture", "first_batch.png", "Where the first batch of images is drawn."),
+    ("measure", True, "Measure how fast batches come, against the model's step."),
+)
+
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What a command line asks for.
 
     Attributes:
@@ -46,7 +53,7 @@ class Asked:
     measure: bool
 
 
-def parse(argv: Sequence[str]) -> Asked | None:
+def parse(argv: Sequence[str]) -> Request | None:
     """Returns what a command line asks for, or None if it has `--help`.
 
     Raises:
@@ -64,27 +71,13 @@ def parse(argv: Sequence[str]) -> Asked | None:
     if not values.workers.isdecimal() or int(values.workers) < 1:
         raise ConfigError(f"--workers is {values.workers!r}, but it must be a number from 1.")
     config = config_of(values, dataset=rest[0], ignore_cluster=True, dry_run=True)
-    return Asked(config, int(values.workers), values.picture, values.measure)
+    return Request(config, int(values.workers), values.picture, values.measure)
 
 
 def _flags() -> flags.FlagValues:
     """Returns the flags of a run and those of this command."""
     values = make_flags()
-    flags.DEFINE_string(
-        "workers", "1", "Workers whose plan is shown, of --replicas each.", flag_values=values
-    )
-    flags.DEFINE_string(
-        "picture",
-        "first_batch.png",
-        "Where the first batch of images is drawn.",
-        flag_values=values,
-    )
-    flags.DEFINE_boolean(
-        "measure",
-        True,
-        "Measure how fast batches come, against the model's step.",
-        flag_values=values,
-    )
+    add_flags(values, _OWN_FLAGS)
     return values
 
 
@@ -92,16 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
 
     def command() -> None:
-        asked = parse(sys.argv if argv is None else argv)
-        if asked is None:
-            print(help_text(__doc__ or "", _flags(), ["workers", "picture", "measure"]))
+        request = parse(sys.argv if argv is None else argv)
+        if request is None:
+            print(help_text(__doc__ or "", _flags(), [name for name, *_ in _OWN_FLAGS]))
             return
-        job = validation.check(asked.config, env={})
+        job = validation.check(request.config, env={})
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         with quiet_stderr(), garbage_collection.importing():
             # The import of TensorFlow is slow, so mistakes of the user are reported before it.
             from tfmulti.run import inspection
-        inspection.show(job, asked.workers, asked.picture, measure=asked.measure)
+        inspection.show(job, request.workers, request.picture, measure=request.measure)
 
     return exit_code_of(command)
 

@@ -29,10 +29,6 @@ def show_speed(setup: Setup, say: Say) -> None:
     """Measures and prints the speed of the data alone, of the steps alone, and of both together.
 
     The first two are measured only for data with random access.
-
-    Args:
-        setup: the run whose data and model are measured.
-        say: prints a labelled line.
     """
     with setup.strategy.scope():
         model = make_model(setup)

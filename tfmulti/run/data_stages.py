@@ -37,7 +37,7 @@ def prepared(data: DataSet, config: FitConfig) -> DataSet:
     """
     check_lost(data.lost, config.skip_bad_records)
     if data.finish is not None:
-        _check_is_asked_of_no_stream(config)
+        _check_stream(config)
         return data
     if config.cache != "none":
         data = _with_cache(data, config.cache)
@@ -56,9 +56,9 @@ def prepared(data: DataSet, config: FitConfig) -> DataSet:
     return data
 
 
-def _check_is_asked_of_no_stream(config: FitConfig) -> None:
-    """Raises ConfigError if a stream of records is asked for a transform, which it cannot have."""
-    asked = {
+def _check_stream(config: FitConfig) -> None:
+    """Raises ConfigError if the configuration has a transform, which a stream cannot have."""
+    is_asked_for = {
         "cache": config.cache != "none",
         "training_split": config.training_split is not None,
         "validation_split": config.validation_split is not None,
@@ -66,8 +66,8 @@ def _check_is_asked_of_no_stream(config: FitConfig) -> None:
         "augment": config.augment is not None,
         "class_weight": config.class_weight is not None,
     }
-    for flag, is_asked in asked.items():
-        if is_asked:
+    for flag, is_given in is_asked_for.items():
+        if is_given:
             raise ConfigError(
                 f"--{flag} needs files that are read at random, but those of --dataset "
                 f"{config.dataset} are GZIP files, which are streamed. gunzip them, or leave "
@@ -82,16 +82,16 @@ def _with_cache(data: DataSet, kind: str) -> DataSet:
     """
     free_bytes = free_memory() // local_workers()
 
-    def made(source: Source) -> Source:
+    def with_own_cache(source: Source) -> Source:
         """Returns a cached source, and subtracts the memory that it may take."""
         nonlocal free_bytes
-        found = cached(source, kind, free_bytes=free_bytes)
-        if isinstance(found, InMemory):
-            free_bytes -= found.most_bytes
-        return found
+        cached_source = cached(source, kind, free_bytes=free_bytes)
+        if isinstance(cached_source, InMemory):
+            free_bytes -= cached_source.most_bytes
+        return cached_source
 
     parts: dict[str, Any] = {
-        name: part.changed(made) if isinstance(part, Source) else part
+        name: part.changed(with_own_cache) if isinstance(part, Source) else part
         for name, part in data.parts.items()
     }
     return replace(data, **parts)

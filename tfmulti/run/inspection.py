@@ -82,17 +82,17 @@ def class_words(labels: Labels | None, spec: DataSpec, rows: int) -> str:
         rows: the number of training examples.
     """
     if labels is None:
-        return "; how many each has takes reading all of it"
+        return "; their sizes are not known without reading all of the data"
     counts = np.bincount(labels.values, minlength=spec.outputs)
     names = spec.class_names or range(len(counts))
     shown = [
         f"{name}: {count:,}" for name, count in zip(names, counts[:_CLASSES_SHOWN], strict=False)
     ]
     more = f", … {len(counts) - _CLASSES_SHOWN} more" if len(counts) > _CLASSES_SHOWN else ""
-    least, most, none = int(counts.min()), int(counts.max()), int((counts == 0).sum())
+    least, most, empty = int(counts.min()), int(counts.max()), int((counts == 0).sum())
     uneven = f"; the largest has {most / max(least, 1):.3g} × the smallest" if most > least else ""
-    if none:
-        uneven = f"; {none} of them {'have' if none > 1 else 'has'} none"
+    if empty:
+        uneven = f"; {empty} of them {'have' if empty > 1 else 'has'} none"
     of = f" of {labels.examples:,} of {rows:,} examples:" if labels.examples < rows else ";"
     lost = labels.examples - len(labels.values)
     bad = f"; {lost:,} cannot be read" if lost else ""
@@ -122,7 +122,7 @@ def _names(features: tuple[str, ...]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Returns the first values of an array, or the begin of a text."""
+    """Returns the first values of an array, or the beginning of a text."""
     if isinstance(value, (bytes, str)):
         text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
         return repr(text[:60] + "…" if len(text) > 60 else text)
@@ -143,12 +143,10 @@ def draw_images(path: Path, images: np.ndarray, labels: np.ndarray | None) -> No
         labels: [n, …], or None. Labels that are not single values are not drawn.
     """
     # The import takes half a second.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     side = int(np.ceil(len(images) ** 0.5))
     figure = Figure(figsize=(1.6 * side, 1.75 * side), layout="constrained")
-    FigureCanvasAgg(figure)
     low, high = float(images.min()), float(images.max())
     bounds = (0, 255) if images.dtype == np.uint8 and high > 16 else (low, high)
     for i, image in enumerate(images):
@@ -176,14 +174,13 @@ def _show_plan(setup: Setup, workers: int, say: Say) -> None:
     )
     for step in dict.fromkeys((0, steps - 1)):
         part = plan.part(step, 0, replicas, replicas)
-        own = [(last - first) * counts for first, last, counts in part.slices]
-        shown = " + ".join(map(str, own[:_REPLICAS_SHOWN])) + (
-            " + …" if own[_REPLICAS_SHOWN:] else ""
-        )
-        idle = f"; {own.count(0)} replicas have none" if 0 in own else ""
+        slices = [(last - first) * counts for first, last, counts in part.slices]
+        more = " + …" if slices[_REPLICAS_SHOWN:] else ""
+        shown = " + ".join(map(str, slices[:_REPLICAS_SHOWN])) + more
+        idle = f"; {slices.count(0)} replicas have none" if 0 in slices else ""
         say(
             "",
-            f"{'last' if step else 'first'} step: {part.rows} rows = {_grouped(own)} "
+            f"{'last' if step else 'first'} step: {part.rows} rows = {_grouped(slices)} "
             f"({shown}){idle}",
         )
     if workers > 1:
@@ -197,9 +194,9 @@ def _show_plan(setup: Setup, workers: int, say: Say) -> None:
             )
 
 
-def _grouped(own: list[int]) -> str:
+def _grouped(slices: list[int]) -> str:
     """Returns the rows of replica slices in few words, such as `6×4 + 2×3`."""
-    return " + ".join(f"{len(list(group))}×{rows}" for rows, group in itertools.groupby(own))
+    return " + ".join(f"{len(list(group))}×{rows}" for rows, group in itertools.groupby(slices))
 
 
 def _show_batches(setup: Setup, say: Say, kind: str) -> None:

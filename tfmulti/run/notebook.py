@@ -45,9 +45,9 @@ from tfmulti.launch.__main__ import main as launch
 from tfmulti.launch.shim import PARENT, tie_to_launcher
 from tfmulti.launch.signals import GRACE
 
-_CALL, _RESULT, _FAILED = "call.pkl", "result.pkl", "failed_{}.pkl"
+_CALL, _RESULT, _ERROR = "call.pkl", "result.pkl", "failed_{}.pkl"
 _PRINTED = "printed.txt"
-_LOOK_S, _END_S = 0.1, 45.0
+_POLL_S, _STOP_S = 0.1, 45.0
 _LAUNCH = "--launch"
 _LAST_LINES = 20
 
@@ -88,14 +88,14 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="tfmulti-notebook-") as name:
         folder = Path(name)
         try:
-            _replace(folder / _CALL, cloudpickle.dumps((function, tuple(args))))
+            _write_file(folder / _CALL, cloudpickle.dumps((function, tuple(args))))
         except Exception as error:
             raise ConfigError(
                 f"the function or an argument cannot be sent to the workers ({error}). Make it "
                 "inside the function, or load it there."
             ) from None
-        code, errors = _launched(folder, workers)
-        _raise_first(folder, workers)
+        code, errors = _run_workers(folder, workers)
+        _raise_first_error(folder, workers)
         if code:
             raise TfmultiError(
                 f"the workers have ended with exit code {code}. The launcher said: {errors}"
@@ -116,11 +116,11 @@ def _check(function: Any, workers: int) -> None:
     if tf is None or not tf.config.list_physical_devices("GPU"):
         return
     try:
-        # This is refused once TensorFlow has started on the GPUs.
+        # TensorFlow refuses to change this setting once it has started on the GPUs.
         for gpu in tf.config.list_physical_devices("GPU"):
-            held = tf.config.experimental.get_memory_growth(gpu)
-            tf.config.experimental.set_memory_growth(gpu, not held)
-            tf.config.experimental.set_memory_growth(gpu, held)
+            grows = tf.config.experimental.get_memory_growth(gpu)
+            tf.config.experimental.set_memory_growth(gpu, not grows)
+            tf.config.experimental.set_memory_growth(gpu, grows)
     except (RuntimeError, ValueError):
         raise DeviceError(
             "TensorFlow has started in this kernel, and holds the GPUs. Restart the kernel (menu "
@@ -128,15 +128,15 @@ def _check(function: Any, workers: int) -> None:
         ) from None
 
 
-def _launched(folder: Path, workers: int) -> tuple[int, str]:
+def _run_workers(folder: Path, workers: int) -> tuple[int, str]:
     """Runs the workers, and returns the launcher's exit code and its last lines."""
     argv = [sys.executable, "-m", "tfmulti.run.notebook", _LAUNCH, str(folder), str(workers)]
     paths = [path for path in sys.path if path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *paths])}
     env[FOLDER_VARIABLE] = str(folder)
-    # The launcher ends with this process, and its own process group after a longer time than the
-    # workers have.
-    env |= {PARENT: str(os.getpid()), GRACE: f"{_END_S:g}"}
+    # If this process ends, the launcher gets SIGTERM. It kills its process group only after a time
+    # that is longer than the time that the workers have to save.
+    env |= {PARENT: str(os.getpid()), GRACE: f"{_STOP_S:g}"}
     # A notebook shows no colours of a terminal, and no lines of TensorFlow's start.
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with open(folder / "launcher.log", "wb") as log:
@@ -149,22 +149,22 @@ def _launched(folder: Path, workers: int) -> tuple[int, str]:
             # The interrupt of the kernel goes to its process group.
             start_new_session=True,
         )
-    chief = _Shown(folder / _PRINTED, folder / FILE)
+    chief = _CellOutput(folder / _PRINTED, folder / FILE)
     try:
         while (code := launcher.poll()) is None:
             chief.show()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         chief.show()
     finally:
-        _end(launcher)
+        _stop(launcher)
     lines = (folder / "launcher.log").read_text(errors="replace").splitlines()
     return code, "\n".join(lines[-_LAST_LINES:])
 
 
-def _launch(folder: Path, workers: str) -> int:
+def _run_launcher(folder: Path, workers: str) -> int:
     """Runs the launcher, and returns its exit code; removes the folder if the kernel was killed.
 
-    It is the program of the process that `_launched` starts.
+    It is the program of the process that `_run_workers` starts.
     """
     # Until the launcher handles SIGTERM, the signal ends this process with the clean-up below.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -179,11 +179,11 @@ def _launch(folder: Path, workers: str) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Shown:
-    """Prints what is added to a file, and shows the HTML of another one.
+class _CellOutput:
+    """Shows in the cell what the chief has printed, and the HTML that it has made.
 
     Args:
-        printed: the file to which the chief prints.
+        printed: the file that holds what the chief prints.
         html: the file that holds the HTML. It may be replaced.
     """
 
@@ -195,7 +195,7 @@ class _Shown:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def show(self) -> None:
-        """Shows what the files have got since the last call."""
+        """Shows what was added to the files since the last call."""
         with contextlib.suppress(FileNotFoundError), open(self._printed, "rb") as file:
             file.seek(self._length)
             data = file.read()
@@ -209,32 +209,31 @@ class _Shown:
                 self._output.show(self._html.read_text())
 
 
-def _end(launcher: subprocess.Popen[bytes]) -> None:
+def _stop(launcher: subprocess.Popen[bytes]) -> None:
     """Ends the launcher with its workers, if it still runs."""
     if launcher.poll() is None:
         launcher.send_signal(signal.SIGINT)
         try:
-            launcher.wait(_END_S)
+            launcher.wait(_STOP_S)
         finally:
             if launcher.poll() is None:
                 launcher.kill()
                 launcher.wait()
 
 
-def _raise_first(folder: Path, workers: int) -> None:
+def _raise_first_error(folder: Path, workers: int) -> None:
     """Raises the first error that a worker has raised, if any."""
-    found = []
+    errors = []
     for rank in range(workers):
-        path = folder / _FAILED.format(rank)
+        path = folder / _ERROR.format(rank)
         if path.exists():
-            found.append((*cloudpickle.loads(path.read_bytes()), rank))
-    if not found:
-        return
-    _, error, text, rank = min(found, key=lambda each: each[0])
-    raise error from WorkerTraceback(f"worker {rank}:\n{text}")
+            errors.append((*cloudpickle.loads(path.read_bytes()), rank))
+    if errors:
+        _, error, text, rank = min(errors, key=lambda entry: entry[0])
+        raise error from WorkerTraceback(f"worker {rank}:\n{text}")
 
 
-def _private(folder: Path) -> bytes:
+def _read_call(folder: Path) -> bytes:
     """Returns the content of the file of the call, which only this user can have written.
 
     Raises:
@@ -248,11 +247,11 @@ def _private(folder: Path) -> bytes:
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(number, "rb") as file:
-            inner, outer = os.fstat(number), folder.lstat()
-            is_mine = stat.S_ISREG(inner.st_mode) and stat.S_ISDIR(outer.st_mode)
-            for found in (inner, outer):
-                is_mine = is_mine and found.st_uid == os.getuid() and not found.st_mode & 0o077
-            if not is_mine:
+            of_file, of_folder = os.fstat(number), folder.lstat()
+            is_private = stat.S_ISREG(of_file.st_mode) and stat.S_ISDIR(of_folder.st_mode)
+            for status in (of_file, of_folder):
+                is_private &= status.st_uid == os.getuid() and not status.st_mode & 0o077
+            if not is_private:
                 raise ConfigError(rule)
             return file.read()
     except OSError as error:
@@ -266,7 +265,7 @@ def main(folder: Path) -> None:
         ConfigError: another user could have written the folder.
         Exception: the function has raised it.
     """
-    call = _private(folder)
+    call = _read_call(folder)
     rank = int(os.environ["RANK"])
     if rank == 0:
         # The launcher passes on whole lines only, so a progress bar would not move.
@@ -277,17 +276,17 @@ def main(folder: Path) -> None:
         function, args = cloudpickle.loads(call)
         result = function(*args)
         if rank == 0:
-            _write(folder / _RESULT, _sendable(result))
+            _write_result(folder / _RESULT, _sendable(result))
     except Exception as error:
         text = traceback.format_exc()
         try:
             data = cloudpickle.dumps((time.time(), error, text))
             cloudpickle.loads(data)
         except Exception:
-            # An error that cannot be sent is told by its words.
+            # An error that cannot be sent is replaced by its type and message.
             words = f"{type(error).__name__}: {error}"
             data = cloudpickle.dumps((time.time(), TfmultiError(words), text))
-        _replace(folder / _FAILED.format(rank), data)
+        _write_file(folder / _ERROR.format(rank), data)
         raise
 
 
@@ -302,7 +301,7 @@ def _sendable(result: Any) -> Any:
     return result
 
 
-def _write(path: Path, value: Any) -> None:
+def _write_result(path: Path, value: Any) -> None:
     """Writes a value for the notebook; raises ConfigError if it cannot be sent."""
     try:
         data = cloudpickle.dumps(value)
@@ -311,10 +310,10 @@ def _write(path: Path, value: Any) -> None:
             f"the result, of type {type(value).__name__}, cannot be sent to the notebook ({error})."
             " Return numbers, arrays or a History, and save a model to a file."
         ) from None
-    _replace(path, data)
+    _write_file(path, data)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _write_file(path: Path, data: bytes) -> None:
     """Writes a file that is whole or absent, and that only this user can read and write."""
     partial = path.with_suffix(".partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -325,5 +324,5 @@ def _replace(path: Path, data: bytes) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == _LAUNCH:
-        sys.exit(_launch(Path(sys.argv[2]), sys.argv[3]))
+        sys.exit(_run_launcher(Path(sys.argv[2]), sys.argv[3]))
     main(Path(sys.argv[1]))

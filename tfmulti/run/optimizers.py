@@ -1,6 +1,7 @@
 """Makes optimizers and learning rate schedules by name.
 
 All of them are Keras' own, so a saved model loads without tfmulti. `weight_decay` is decoupled.
+Without one, the optimizer has Keras' default: 0.004 for AdamW and Muon, and none for the others.
 """
 
 from __future__ import annotations
@@ -9,8 +10,22 @@ from typing import Any
 
 import keras
 
-from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig
+
+# The classes by the names of `registry.OPTIMIZERS`.
+_CLASSES: dict[str, Any] = {
+    "sgd": keras.optimizers.SGD,
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    # You et al., Large batch optimization for deep learning, 2019 (arXiv:1904.00962).
+    "lamb": keras.optimizers.Lamb,
+    # Shazeer and Stern, Adafactor, 2018 (arXiv:1804.04235).
+    "adafactor": keras.optimizers.Adafactor,
+    # Chen et al., Symbolic discovery of optimization algorithms, 2023 (arXiv:2302.06675).
+    "lion": keras.optimizers.Lion,
+    # Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
+    "muon": keras.optimizers.Muon,
+}
 
 
 def make_optimizer(
@@ -25,10 +40,19 @@ def make_optimizer(
         global_batch_size: the rows of the global batch, for the scaling of the learning rate.
         total_steps: the optimizer steps of the whole run, for the decay of the learning rate.
     """
-    make = registry.load_reference("optimizer", registry.optimizer_reference(str(config.optimizer)))
     rate = make_learning_rate(config, global_batch_size, total_steps)
-    optimizer = make(config, rate)
-    assert isinstance(optimizer, keras.optimizers.Optimizer)
+    options: dict[str, Any] = {}
+    if config.weight_decay is not None:
+        options["weight_decay"] = config.weight_decay
+    if config.optimizer == "sgd":
+        options["momentum"] = config.momentum
+    if config.optimizer == "muon":
+        # Keras' Muon uses AdamW for variables that are not matrices, for embeddings, and for the
+        # layers that are excluded.
+        options["exclude_layers"] = ["output"]
+        if config.weight_decay is not None:
+            options["adam_weight_decay"] = config.weight_decay
+    optimizer = _CLASSES[str(config.optimizer)](rate, **options)
     if config.precision == "mixed_float16":
         # `compile` would wrap the optimizer too, but would save the inner one. The slots of such a
         # saved model do not load.
@@ -69,60 +93,4 @@ def make_learning_rate(config: FitConfig, global_batch_size: int, total_steps: i
         alpha=1.0 if constant else 0.0,
         warmup_target=peak if config.warmup_steps else None,
         warmup_steps=config.warmup_steps,
-    )
-
-
-def sgd(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns stochastic gradient descent with momentum."""
-    return keras.optimizers.SGD(
-        learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
-    )
-
-
-def adam(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns Adam."""
-    return keras.optimizers.Adam(learning_rate, weight_decay=config.weight_decay)
-
-
-def adamw(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns AdamW, with Keras' default weight decay 0.004 unless another one is given."""
-    decay = 0.004 if config.weight_decay is None else config.weight_decay
-    return keras.optimizers.AdamW(learning_rate, weight_decay=decay)
-
-
-def lamb(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns LAMB.
-
-    Source: You et al., Large batch optimization for deep learning, 2019 (arXiv:1904.00962).
-    """
-    return keras.optimizers.Lamb(learning_rate, weight_decay=config.weight_decay)
-
-
-def adafactor(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns Adafactor.
-
-    Source: Shazeer and Stern, Adafactor, 2018 (arXiv:1804.04235).
-    """
-    return keras.optimizers.Adafactor(learning_rate, weight_decay=config.weight_decay)
-
-
-def lion(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns Lion.
-
-    Source: Chen et al., Symbolic discovery of optimization algorithms, 2023 (arXiv:2302.06675).
-    """
-    return keras.optimizers.Lion(learning_rate, weight_decay=config.weight_decay)
-
-
-def muon(config: FitConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """Returns Muon, with Keras' default weight decay 0.004 unless another one is given.
-
-    Keras' Muon uses AdamW for variables that are not matrices, for embeddings and for the layer
-    named `output`. AdamW gets the same learning rate and weight decay.
-
-    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024.
-    """
-    decay = 0.004 if config.weight_decay is None else config.weight_decay
-    return keras.optimizers.Muon(
-        learning_rate, weight_decay=decay, adam_weight_decay=decay, exclude_layers=["output"]
     )

@@ -34,12 +34,7 @@ _COLOURS = ("#2563eb", "#d97706", "#7c3aed")
 
 
 def page(report: FitReport, title: str) -> str:
-    """Returns report.html: the report as a page of its own.
-
-    Args:
-        report: the report of the run.
-        title: the title of the page.
-    """
+    """Returns report.html: the report as a page of its own."""
     return (
         '<!DOCTYPE html>\n<html lang="en" style="font-family:system-ui,sans-serif">'
         '<head><meta charset="utf-8">'
@@ -51,11 +46,11 @@ def page(report: FitReport, title: str) -> str:
 def fragment(report: FitReport) -> str:
     """Returns the report as HTML that can stand in another page, such as a notebook."""
     parts = [f"<style>{_STYLE}</style>", *(_note(words) for words in warnings(report))]
-    parts += [_titled("Result", _table(_results(report)))]
+    parts.append(_titled("Result", _table(_results(report))))
     if report.history.get("loss"):
         parts.append(_titled("Curves", curves_svg(report.history)))
-    parts += [_titled("What ran where", _table(_places(report)))]
-    parts += [_titled("Speed", _table(_speed(report)))]
+    parts.append(_titled("What ran where", _table(_places(report))))
+    parts.append(_titled("Speed", _table(_speed(report))))
     shares = time_shares(report)
     if shares:
         parts.append(_titled("Where the time of a step goes", _bar(shares)))
@@ -66,24 +61,24 @@ def fragment(report: FitReport) -> str:
 
 def warnings(report: FitReport) -> list[str]:
     """Returns what the reader of a report should know before its numbers, in words."""
-    found = []
+    lines = []
     if report.stopped_by:
-        found.append(
+        lines.append(
             f"The run was stopped by {report.stopped_by} after step {report.steps}. Its state is "
             "saved, and the same command goes on."
         )
     if report.inexact:
-        found.append(f"{', '.join(report.inexact)}: these are not the numbers of one device.")
+        lines.append(f"{', '.join(report.inexact)}: these are not the numbers of one device.")
     if report.examples_lost:
-        found.append(f"{report.examples_lost:,} examples could not be read.")
+        lines.append(f"{report.examples_lost:,} examples could not be read.")
     if report.waiting_share > HIGH_SHARE:
-        found.append(
+        lines.append(
             f"The steps waited for data for {100 * report.waiting_share:.0f} % of their time. "
             "See the page “Performance”."
         )
     if report.straggler:
-        found.append(Straggler(**report.straggler).words())
-    return found
+        lines.append(Straggler(**report.straggler).words())
+    return lines
 
 
 def time_shares(report: FitReport) -> dict[str, float]:
@@ -112,15 +107,15 @@ def command(report: FitReport) -> str:
 
 def _results(report: FitReport) -> dict[str, str]:
     """Returns the final metrics and how much was trained."""
-    found = {name: number(value) for name, value in report.metrics.items()}
+    rows = {name: number(value) for name, value in report.metrics.items()}
     before = f", {report.steps_before:,} of them before it was resumed"
-    found["steps"] = f"{report.steps:,}{before if report.steps_before else ''}"
-    found["epochs"] = f"{report.epochs} of {report.epochs_asked or report.epochs}"
-    found["examples"] = f"{report.examples:,}"
+    rows["steps"] = f"{report.steps:,}{before if report.steps_before else ''}"
+    rows["epochs"] = f"{report.epochs} of {report.epochs_asked or report.epochs}"
+    rows["examples"] = f"{report.examples:,}"
     if report.verification is not None:
-        found["compared with one device"] = "the same numbers"
-    found["SHA-256 of the weights"] = report.weights_sha256[:16]
-    return found
+        rows["compared with one device"] = "the same numbers"
+    rows["SHA-256 of the weights"] = report.weights_sha256[:16]
+    return rows
 
 
 def _places(report: FitReport) -> dict[str, str]:
@@ -146,15 +141,14 @@ def _places(report: FitReport) -> dict[str, str]:
 
 def _speed(report: FitReport) -> dict[str, str]:
     """Returns the throughput."""
-    found = {
+    figures = {name: number(value) for name, value in (report.throughput or {}).items()}
+    return {
         "training": f"{number(report.seconds)} s, with tracing and validation",
         "throughput": f"{number(report.examples_per_second)} examples/s, "
         f"{number(report.examples_per_second / max(1, report.replicas))} on each replica, in the "
         "steps alone, without tracing",
+        **figures,
     }
-    for name, value in (report.throughput or {}).items():
-        found[name] = number(value)
-    return found
 
 
 def _note(words: str) -> str:

@@ -161,10 +161,7 @@ def load_user_data(config: FitConfig, batch: BatchSizes) -> DataSet:
 def count_steps(config: FitConfig, data: DataSet, batch: BatchSizes) -> int | None:
     """Returns the steps of an epoch, or None if only reading the data tells.
 
-    Args:
-        config: the configuration. Its number of steps wins.
-        data: the data.
-        batch: the batch sizes.
+    The number of steps in the configuration wins.
     """
     if config.steps_per_epoch is not None:
         return config.steps_per_epoch
@@ -235,8 +232,8 @@ def compile_model(setup: Setup, model: keras.Model) -> bool:
     classifies = spec is None or spec.task == CLASSIFICATION
     loss: Any = "mse"
     if classifies:
-        own = str(config.model) not in registry.MODELS
-        from_logits = own and user_model.ends_in_logits(str(config.model), model)
+        is_users_model = str(config.model) not in registry.MODELS
+        from_logits = is_users_model and user_model.ends_in_logits(str(config.model), model)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits)
     with setup.strategy.scope():
         model.compile(

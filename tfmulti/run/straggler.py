@@ -1,4 +1,9 @@
-"""`Straggler`: the worker for which the others wait in every step, as the report has it."""
+"""Finds the worker for which the others wait in every step: the straggler.
+
+The time that a worker works is the time of its steps without waiting for others. The worker that
+works longest is the straggler if it takes 1.5 times as long as the median worker. If no worker does
+and all of them wait for half of the time, the network is slow.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A worker is a straggler if its own part of the steps takes so many times as long as the median
-# worker's.
+# A worker is a straggler if its steps, without waiting for others, take at least this many times as
+# long as those of the median worker.
 SLOWDOWN = 1.5
-# All workers wait for the network if each of them waits for such a share of the steps.
+# All workers wait for the network if each of them waits for at least this share of the steps.
 _NETWORK_SHARE = 0.5
 COMPUTING, DATA, NETWORK = "computing", "data", "network"
 
@@ -76,14 +81,15 @@ def straggler_of(
     >>> straggler_of([10.0] * 3, [0.0] * 3, [6.0, 1.0, 5.0], ["a:1", "b:1", "c:1"]).words()[:40]
     'worker 1 (b:1) takes 1.8 × as long as th'
     """
-    own = [total - waited for total, waited in zip(seconds, for_others, strict=True)]
+    working_s = [total - waited for total, waited in zip(seconds, for_others, strict=True)]
     # With two workers the median would be between them.
-    usual, rank = statistics.median_low(own), max(range(len(own)), key=own.__getitem__)
-    lost_s = own[rank] - usual
-    if usual > 0 and own[rank] >= SLOWDOWN * usual:
+    median_s = statistics.median_low(working_s)
+    slowest_s = max(working_s)
+    rank, lost_s = working_s.index(slowest_s), slowest_s - median_s
+    if median_s > 0 and slowest_s >= SLOWDOWN * median_s:
         by_data = for_data[rank] - statistics.median_low(for_data) >= lost_s / 2
         cause = DATA if by_data else COMPUTING
-        slowdown = own[rank] / usual
+        slowdown = slowest_s / median_s
         return Straggler(cause, rank, addresses[rank], slowdown, lost_s / seconds[rank])
     share = min(part / total for part, total in zip(for_others, seconds, strict=True))
     return Straggler(NETWORK, None, "", 1.0, share) if share >= _NETWORK_SHARE else None

@@ -28,10 +28,7 @@ from tfmulti.training.state.trainer_state import state_of
 def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
     """Prints what will run, where, and why.
 
-    Args:
-        setup: the parts of the run.
-        model: the model.
-        compiled_here: whether the run has compiled the model. Otherwise the user's function has.
+    `compiled_here` is whether the run has compiled the model. Otherwise the user's function has.
     """
     say, config, batch, placement = say_for(setup), setup.config, setup.batch, setup.placement
     say("strategy", f"{setup.selection.strategy} ({setup.selection.why})")
@@ -61,35 +58,25 @@ def describe(setup: Setup, model: keras.Model, compiled_here: bool) -> None:
     inexact = inexact_flags(config, placement)
     if inexact:
         say("inexact", f"{', '.join(inexact)}: not the numbers of one device")
-    idle = between_workers(config) if placement.workers == 1 else []
-    if idle:
-        verb = "has" if len(idle) == 1 else "have"
-        say("exact", f"{', '.join(idle)} {verb} no effect with one worker")
-
-
-def between_workers(config: FitConfig) -> list[str]:
-    """Returns the flags by which workers send each other less than the exact values."""
-    found = []
-    if config.gradient_compression != "none":
-        found.append(f"--gradient_compression {config.gradient_compression}")
-    return found
+    if config.gradient_compression != "none" and placement.workers == 1:
+        flag = f"--gradient_compression {config.gradient_compression}"
+        say("exact", f"{flag} has no effect with one worker")
 
 
 def inexact_flags(config: FitConfig, placement: Placement) -> tuple[str, ...]:
     """Returns the flags by which the numbers of this run differ from those of one device."""
-    found = between_workers(config) if placement.workers > 1 else []
+    flags = []
+    if placement.workers > 1 and config.gradient_compression != "none":
+        flags.append(f"--gradient_compression {config.gradient_compression}")
     if placement.replicas > 1 and not config.sync_batch_norm:
-        found.append("--nosync_batch_norm")
-    return tuple(found)
+        flags.append("--nosync_batch_norm")
+    return tuple(flags)
 
 
 def optimizer_words(setup: Setup, model: keras.Model, compiled_here: bool) -> str:
     """Returns the optimizer in words, such as `adam at 0.003`.
 
-    Args:
-        setup: the parts of the run.
-        model: the model.
-        compiled_here: whether the run has compiled the model. Otherwise the user's function has.
+    `compiled_here` is as in `describe`.
     """
     config = setup.config
     if not compiled_here:
@@ -128,11 +115,7 @@ def make_report(
 ) -> FitReport:
     """Returns the report of a run. Every worker must call this function.
 
-    Args:
-        setup: the parts of the run.
-        model: the trained model.
-        run_dir: the run directory. None on workers other than the chief, and in a dry run.
-        trained: the results of the training.
+    `run_dir` is None on workers other than the chief, and in a dry run.
     """
     state = state_of(model)
     history, throughput = trained.history, trained.throughput
@@ -186,10 +169,10 @@ def places_of(setup: Setup) -> tuple[str, ...]:
         for number, gpu in enumerate(tf.config.get_visible_devices("GPU"))
     }
     devices = device_names(setup.strategy)
-    named = (f"{each} ({kinds[each]})" if each in kinds else each for each in devices)
-    own = f"{platform.node()}: {', '.join(named)}"
-    found = gather_bytes(setup.strategy, own.encode())
-    return tuple((each or b"").decode(errors="replace") for each in found)
+    named = (f"{device} ({kinds[device]})" if device in kinds else device for device in devices)
+    place = f"{platform.node()}: {', '.join(named)}"
+    places = gather_bytes(setup.strategy, place.encode())
+    return tuple((place or b"").decode(errors="replace") for place in places)
 
 
 def summarize(setup: Setup, report: FitReport) -> None:
@@ -209,8 +192,7 @@ def summarize(setup: Setup, report: FitReport) -> None:
     if report.run_dir is not None:
         files = ", ".join(sorted(p.name for p in Path(report.run_dir).iterdir()))
         say("written", f"{report.run_dir}: {files}")
-    exported = setup.config.export_dir is not None and report.stopped_by is None
-    if exported and report.run_dir is not None and setup.config.export_dir is not None:
+    if setup.config.export_dir is not None and report.stopped_by is None:
         say("exported", setup.config.export_dir)
 
 
@@ -227,23 +209,18 @@ def speed_words(report: FitReport) -> str:
     )
 
 
-def throughput_words(found: dict[str, float], devices: tuple[str, ...]) -> str:
-    """Returns the figures of `--log_throughput` in words.
-
-    Args:
-        found: the figures by name.
-        devices: the names of the devices.
-    """
-    p50, p90, p99 = (number(found[f"step_ms_p{percent}"]) for percent in (50, 90, 99))
+def throughput_words(figures: dict[str, float], devices: tuple[str, ...]) -> str:
+    """Returns the figures of `--log_throughput` in words."""
+    p50, p90, p99 = (number(figures[f"step_ms_p{percent}"]) for percent in (50, 90, 99))
     words = (
-        f"{number(found['device_examples_per_sec'])} examples/s on each device; a step takes "
+        f"{number(figures['device_examples_per_sec'])} examples/s on each device; a step takes "
         f"{p50} ms (p50), {p90} (p90), {p99} (p99); "
     )
-    if "device_tflops_per_sec" not in found:
+    if "device_tflops_per_sec" not in figures:
         return words + "the model's operations cannot be counted"
-    words += f"{number(found['device_tflops_per_sec'])} TFLOP/s of the model on each device"
-    if "mfu" in found:
-        return words + f", {number(100 * found['mfu'])} % of its peak"
+    words += f"{number(figures['device_tflops_per_sec'])} TFLOP/s of the model on each device"
+    if "mfu" in figures:
+        return words + f", {number(100 * figures['mfu'])} % of its peak"
     return words + f"; no peak is known of {devices[0]} (--peak_tflops gives one)"
 
 

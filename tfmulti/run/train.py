@@ -100,21 +100,19 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         watch.stop = lambda reason: interrupt(model, reason)
         if setup.config.dry_run:
             return dry_run(setup, model)
-        given = setup.config.run_dir
-        is_new = given is None or not RunDir(given).holds_run()
+        folder = setup.config.run_dir
+        is_new = folder is None or not RunDir(folder).holds_run()
         run_dir = make_run_dir(setup, at_end)
         logged_to = names_in(setup.config.tracker)
-        board = run_dir.tensorboard / "train" if run_dir and TENSORBOARD in logged_to else None
+        scalars_dir = (
+            run_dir.tensorboard / "train" if run_dir and TENSORBOARD in logged_to else None
+        )
         throughput = Throughput(
-            board,
+            scalars_dir,
             in_logs=setup.config.log_throughput,
             peak_tflops=setup.config.peak_tflops,
         )
-        waiting = Waiting(
-            board,
-            say_for(setup),
-            cached=setup.config.cache != "none",
-        )
+        waiting = Waiting(scalars_dir, say_for(setup), cached=setup.config.cache != "none")
         started = time.perf_counter()
         files = file_callbacks(run_dir, setup.config)
         trackers = tracker_callbacks(run_dir, setup.config)
@@ -123,7 +121,7 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         try:
             saving = checkpoint(setup, run_dir, kind)
             watchdog = Watchdog(run_dir.path if run_dir else setup.config.run_dir)
-            stragglers = Stragglers(board, say_for(setup))
+            stragglers = Stragglers(scalars_dir, say_for(setup))
             writers = [*files, *trackers, saving]
             history = train_model(
                 setup, model, [waiting, *writers, watchdog, stragglers, throughput]
@@ -143,9 +141,9 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         if run_dir is not None:
             write_artifacts(setup, model, run_dir, report)
             for tracker in trackers:
-                # The metrics of the epochs are there already.
-                found = {k: v for k, v in report.metrics.items() if k.startswith("test_")}
-                tracker.log(found, max(0, report.epochs - 1))
+                # The tracker has the metrics of the epochs already.
+                test_metrics = {k: v for k, v in report.metrics.items() if k.startswith("test_")}
+                tracker.log(test_metrics, max(0, report.epochs - 1))
                 tracker.finish([run_dir.report_page, run_dir.curves])
         summarize(setup, report)
         return report
@@ -198,40 +196,27 @@ def remove_start(run_dir: RunDir) -> None:
 
 
 def file_callbacks(run_dir: RunDir | None, config: FitConfig) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that write files, which only the chief has.
-
-    Args:
-        run_dir: the run directory. None on workers other than the chief.
-        config: the configuration.
-    """
+    """Returns the callbacks that write files, which only the chief has."""
     if run_dir is None:
         return []
     files = [HistoryFile(run_dir.history), ModelFile(run_dir.model)]
     if TENSORBOARD in names_in(config.tracker):
-        files.append(TensorBoard(run_dir.tensorboard, config.given()))
+        files.append(TensorBoard(run_dir.tensorboard, config.values_given()))
     return files
 
 
 def tracker_callbacks(run_dir: RunDir | None, config: FitConfig) -> list[Tracker]:
-    """Returns the callbacks that log to other trackers than TensorBoard, for the chief.
-
-    Args:
-        run_dir: the run directory. None on workers other than the chief.
-        config: the configuration.
-    """
+    """Returns the callbacks that log to other trackers than TensorBoard, for the chief."""
     if run_dir is None:
         return []
     names = [name for name in names_in(config.tracker) if name != TENSORBOARD]
-    return [Tracker(name, config.given(), at_end=False) for name in names]
+    return [Tracker(name, config.values_given(), at_end=False) for name in names]
 
 
 def checkpoint(setup: Setup, run_dir: RunDir | None, kind: type[Checkpoint]) -> Checkpoint:
     """Returns the callback that writes checkpoints. Every worker must have it.
 
-    Args:
-        setup: the parts of the run.
-        run_dir: the run directory. None on workers other than the chief.
-        kind: the class of the callback.
+    `run_dir` is None on workers other than the chief, and `kind` is the class of the callback.
     """
     config = setup.config
     if run_dir is None and config.run_dir is not None and config.shared_run_dir:
@@ -251,11 +236,6 @@ def train_model(
     """Trains all epochs, or until a signal, and returns the metrics of each epoch by name.
 
     Every worker must call this function.
-
-    Args:
-        setup: the parts of the run.
-        model: the compiled model.
-        callbacks: the callbacks of this worker.
     """
     verbose = setup.config.verbose
     history = model.fit(
@@ -276,14 +256,11 @@ def test(setup: Setup, model: keras.Model, watchdog: Watchdog) -> dict[str, floa
 
     Every worker must call this function. Without a test part the result is empty too.
 
-    Args:
-        setup: the parts of the run.
-        model: the trained model.
-        watchdog: names the worker that the others wait for.
+    `watchdog` names the worker that the others wait for.
     """
     if setup.data.test is None or state_of(model).run.stopped_by:
         return {}
-    found = model.evaluate(
+    metrics = model.evaluate(
         setup.data.test,
         batch_size=_batch_for(setup, setup.data.test),
         callbacks=[watchdog],
@@ -293,7 +270,7 @@ def test(setup: Setup, model: keras.Model, watchdog: Watchdog) -> dict[str, floa
     if state_of(model).run.stopped_by:
         # The metrics of only some of the rows are no result.
         return {}
-    return {f"test_{name}": value for name, value in found.items()}
+    return {f"test_{name}": value for name, value in metrics.items()}
 
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:
@@ -305,11 +282,11 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     throughput, waiting = Throughput(in_logs=False), Waiting()
     say = say_for(setup)
     started = time.perf_counter()
-    found = memory_of(setup, model)
+    memory = memory_of(setup, model)
     unknown = ["it is not known, because the data does not tell the form of its batches"]
-    for line in found.describe() if found else unknown:
+    for line in memory.describe() if memory else unknown:
         say("memory", line)
-    if not may_run(setup, found):
+    if not may_run(setup, memory):
         say("dry run", "no step was run, because it does not fit. Nothing was written.")
         seconds = time.perf_counter() - started
         return make_report(setup, model, None, Trained({}, {}, seconds, throughput, waiting))
@@ -332,8 +309,8 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
     if setup.steps_per_epoch is None:
         say(
             "dry run",
-            f"a step takes {number(throughput.step_s)} s; the data does not tell how "
-            "many an epoch has",
+            f"a step takes {number(throughput.step_s)} s; the data does not tell how many steps "
+            "an epoch has",
         )
     else:
         steps = setup.steps_per_epoch * setup.epochs
@@ -352,10 +329,6 @@ def memory_of(setup: Setup, model: keras.Model) -> MemoryEstimate | None:
     """Returns how much memory a step needs on each device, or None if that is not known.
 
     Every worker must call this function.
-
-    Args:
-        setup: the parts of the run.
-        model: the compiled model.
     """
     data = setup.data.train
     if isinstance(data, Source):
@@ -372,35 +345,27 @@ def memory_of(setup: Setup, model: keras.Model) -> MemoryEstimate | None:
     )
 
 
-def may_run(setup: Setup, found: MemoryEstimate | None) -> bool:
+def may_run(setup: Setup, memory: MemoryEstimate | None) -> bool:
     """Returns whether a step may fit the devices of all workers, which may have other memory.
 
     Every worker must call this function.
 
-    Args:
-        setup: the parts of the run.
-        found: the estimate of this worker, or None.
+    `memory` is the estimate of this worker, or None.
     """
-    fits_here = found is None or found.fits is not False
-    return all(fits for (fits,) in gather(setup.strategy, [fits_here]))
+    may_fit = memory is None or memory.fits is not False
+    return all(fits for (fits,) in gather(setup.strategy, [may_fit]))
 
 
 def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: FitReport) -> None:
     """Writes the model, the report, the curves and the report as a page.
 
     Only the chief calls this function, so it must have no collectives.
-
-    Args:
-        setup: the parts of the run.
-        model: the trained model.
-        run_dir: the run directory.
-        report: the report of the run.
     """
     save_model(model, run_dir.model)
     if setup.config.export_dir is not None and report.stopped_by is None:
         artifacts.export_model(model, run_dir.model, Path(setup.config.export_dir))
     # The report marks the run as finished, so it is written after the export.
-    artifacts.write_report(run_dir, report)
+    write_text(run_dir.report, report.to_json())
     replicas = f"{report.replicas} replica{'s' if report.replicas > 1 else ''}"
     title = f"{setup.config.dataset}, {setup.config.model}, {replicas}"
     if report.epochs:
@@ -408,11 +373,11 @@ def write_artifacts(setup: Setup, model: keras.Model, run_dir: RunDir, report: F
     write_text(run_dir.report_page, report_page.page(report, title))
 
 
-def _verbosity(asked: str) -> int:
+def _verbosity(verbose: str) -> int:
     """Returns Keras' number for `--verbose`. `auto`: a progress bar on a terminal or in a cell."""
-    if asked == "auto":
+    if verbose == "auto":
         return 1 if sys.stdout.isatty() or in_notebook() else 2
-    return int(asked)
+    return int(verbose)
 
 
 def _batch_for(setup: Setup, part: Any) -> int | None:

@@ -10,10 +10,10 @@
     tuner.search(x, y, epochs=3, validation_data=(xv, yv))
 
 KerasTuner by itself has an oracle on each worker, and each worker writes the same project folder.
-Here only the chief has a project folder and asks its oracle. It sends the state of the oracle to
-the other workers when a trial begins and when it ends. Between these two collectives all workers
-train the trial's model. So every question to the tuner has the same answer on every worker, and
-only `search` and the loading of models need all workers.
+Here only the chief has a project folder and asks its oracle. The chief sends the state of the
+oracle to the other workers when a trial begins and when it ends. Between these two collectives all
+workers train the model of the trial. So the tuner returns the same values on every worker, and only
+`search` and the loading of models need all workers.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _ChiefsOracle:
 
         self._share(ended)
 
-    def _share(self, asked: Callable[[], Any]) -> Any:
+    def _share(self, ask: Callable[[], Any]) -> Any:
         """Asks the chief's oracle, gives its state to all workers, and returns the chief's trial.
 
         The oracle ends a search by an error, for example after three trials without a score.
@@ -165,17 +165,18 @@ class _ChiefsOracle:
 
         def state() -> bytes:
             nonlocal trial
-            trial = asked()
-            of_trials = [each.get_state() for each in oracle.trials.values()]
-            return json.dumps([trial.get_state(), of_trials, oracle.get_state()]).encode()
+            trial = ask()
+            trial_states = [known.get_state() for known in oracle.trials.values()]
+            return json.dumps([trial.get_state(), trial_states, oracle.get_state()]).encode()
 
         sent = _from_chief(self._strategy, state)
         if self._is_chief:
             return trial
-        of_trial, of_trials, of_oracle = json.loads(sent)
-        oracle.trials = {each["trial_id"]: trials.Trial.from_state(each) for each in of_trials}
-        oracle.set_state(of_oracle)
-        return trials.Trial.from_state(of_trial)
+        trial_state, trial_states, oracle_state = json.loads(sent)
+        all_trials = map(trials.Trial.from_state, trial_states)
+        oracle.trials = {known.trial_id: known for known in all_trials}
+        oracle.set_state(oracle_state)
+        return trials.Trial.from_state(trial_state)
 
 
 def _from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:
@@ -185,14 +186,14 @@ def _from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> 
         FatalError: `make` has failed on the chief. Every worker raises it, so that none waits.
     """
 
-    def made() -> bytes:
+    def make_or_fail() -> bytes:
         try:
             return make()
         except Exception as error:
             raise DataError(f"{type(error).__name__}: {error}") from error
 
     try:
-        return from_chief(strategy, made)
+        return from_chief(strategy, make_or_fail)
     except DataError as error:
         raise keras_tuner.errors.FatalError(
             f"the chief has ended the search on all workers: {error}"

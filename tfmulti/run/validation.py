@@ -18,12 +18,12 @@ from tfmulti.cluster.selection import BatchSizes, Selection, batch_sizes, select
 from tfmulti.config import registry
 from tfmulti.config.fit_config import FitConfig, check_same_run, read_saved_config
 from tfmulti.config.limited_reading import read_small
-from tfmulti.config.run_directory import RunDir, check_writable
+from tfmulti.config.run_directory import RunDir, check_new, check_writable
 from tfmulti.config.trackers import check_installed, names_in
 from tfmulti.data.data_set import DataSet, size_of
 from tfmulti.data.formats.pixels import limit_pixels
 from tfmulti.data.io.files import limit_unpacked
-from tfmulti.errors import ConfigError, ModelError, ResumeError, RunDirError
+from tfmulti.errors import ConfigError, ModelError, ResumeError
 from tfmulti.run.data_stages import prepared
 from tfmulti.run.report import FitReport
 
@@ -115,11 +115,11 @@ def check(
     if cluster is None:
         cluster, _ = find_cluster(env, config.environment)
     check_trains(cluster)
-    goes_on = False
-    local = (0, 1) if cluster is None else (cluster.local_rank, cluster.local_size)
-    devices = decide_devices(config, cluster, len(gpus_of_task(env, *local)))
+    resumes = False
+    rank_and_size = (0, 1) if cluster is None else (cluster.local_rank, cluster.local_size)
+    devices = decide_devices(config, cluster, len(gpus_of_task(env, *rank_and_size)))
     if config.run_dir is not None:
-        goes_on = _goes_on(config, RunDir(config.run_dir))
+        resumes = _resumes(config, RunDir(config.run_dir))
     elif config.resume == "must":
         raise ResumeError("--resume must, but no --run_dir was given to say which run.")
     elif not config.dry_run:
@@ -137,17 +137,17 @@ def check(
         check_model_takes(resolved, data)
         check_batch(resolved, data, batch, devices.replicas)
     done = None
-    if goes_on and config.run_dir is not None:
+    if resumes and config.run_dir is not None:
         run_dir = RunDir(config.run_dir)
         check_same_run(read_saved_config(run_dir.config), resolved, str(run_dir.path))
         done = _report_of(run_dir, resolved)
     if config.export_dir is not None and done is None:
-        _check_export_dir(Path(config.export_dir))
+        check_new("export_dir", Path(config.export_dir))
     cluster = None if config.ignore_cluster else cluster
     return Job(resolved, cluster, devices, batch, data, done)
 
 
-def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
+def _resumes(config: FitConfig, run_dir: RunDir) -> bool:
     """Returns whether the folder holds a run to resume, without writing.
 
     Raises:
@@ -155,7 +155,7 @@ def _goes_on(config: FitConfig, run_dir: RunDir) -> bool:
         RunDirError: the folder cannot be used.
     """
     if config.resume != "never" and run_dir.holds_run():
-        run_dir.check_writable()
+        check_writable("run_dir", run_dir.path)
         return True
     if config.resume == "must":
         raise ResumeError(
@@ -172,8 +172,9 @@ def _report_of(run_dir: RunDir, config: FitConfig) -> FitReport | None:
         report = FitReport.from_json(read_small(run_dir.report, _MOST_BYTES))
     except (OSError, ValueError):
         return None
-    whole = report.stopped_by is None and config.epochs is not None
-    return report if whole and report.epochs_asked >= (config.epochs or 0) else None
+    assert config.epochs is not None
+    is_done = report.stopped_by is None and report.epochs_asked >= config.epochs
+    return report if is_done else None
 
 
 def load_data(config: FitConfig) -> DataSet | None:
@@ -242,14 +243,14 @@ def check_batch(config: FitConfig, data: DataSet, sizes: BatchSizes, replicas: i
         )
     rows = size_of(data.train)
     if rows is not None and sizes.global_batch_size > rows:
-        given = (
+        flag = (
             f"--global_batch_size {config.global_batch_size}"
             if config.global_batch_size is not None
             else f"--per_replica_batch_size {config.per_replica_batch_size} on {replicas} replicas "
             f"({sizes.global_batch_size} in all)"
         )
         raise ConfigError(
-            f"{given} is larger than the training data, which has {rows} examples. "
+            f"{flag} is larger than the training data, which has {rows} examples. "
             f"Use at most {rows} in all."
         )
 
@@ -261,12 +262,3 @@ def _check_references(config: FitConfig) -> None:
     reference, options = registry.dataset_reference(config.dataset)
     if options is None:
         registry.check_reference("dataset", reference)
-
-
-def _check_export_dir(path: Path) -> None:
-    """Raises RunDirError if a SavedModel cannot be written to a folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunDirError(
-            f"--export_dir {path} exists and is not an empty folder. Give a new folder."
-        )
-    check_writable("export_dir", path)

@@ -100,6 +100,7 @@ TABLE = "t,y\nx,u\nz,v\n"
         ("/one.csv,text=t,target=y", "'y' has 1 classes in 2 rows"),
         ("/gap.csv,text=t,target=y", "'t' has no value in row 2 of .*/gap.csv"),
         ("/t.csv,text=t,target=y,test=none.csv", "no file none.csv"),
+        ("/t.csv,text=t,target=y,test=ROOT/t.csv", "t.csv is in the training part and in the test"),
         ("/none", "none does not exist. Give the path of a folder"),
     ],
 )
@@ -108,7 +109,7 @@ def test_mistakes(tmp_path: Path, options: str, message: str) -> None:
     for name, table in (("t", TABLE), ("one", "t,y\nx,u\nz,u\n"), ("gap", "t,y\nx,u\n,v\n")):
         (tmp_path / f"{name}.csv").write_text(table)
     with pytest.raises((ConfigError, DataError), match=f"--dataset text:.*{message}"):
-        text.load(root + options, 0)
+        text.load(root + options.replace("ROOT", root), 0)
 
 
 def test_rows_of_tables_that_are_left_out(tmp_path: Path) -> None:

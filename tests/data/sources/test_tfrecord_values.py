@@ -182,13 +182,13 @@ def test_labels_are_read_without_the_images(
 def test_numbers_are_parsed_as_by_tensorflow() -> None:
     types = {"a": Feature("int64", (2, 1), "int64"), "b": Feature("float32", (2,), "float32")}
     records = [example(a=[i, -(2**40)], b=[0.1, i + 0.5]) for i in range(3)]
-    one, other = (
+    by_tensorflow, by_numbers = (
         {"a": np.empty((3, 2, 1), np.int64), "b": np.empty((3, 2), np.float32)} for _ in "12"
     )
-    parse_into(records, types, one)
-    parse_numbers_into(records, types, other)
-    assert np.array_equal(one["a"], other["a"])
-    assert np.array_equal(one["b"], other["b"])
+    parse_into(types, records, by_tensorflow)
+    parse_numbers_into(types, records, by_numbers)
+    assert np.array_equal(by_tensorflow["a"], by_numbers["a"])
+    assert np.array_equal(by_tensorflow["b"], by_numbers["b"])
 
 
 def test_classes_of_records_are_balanced(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_mistakes_in_splits(splits: dict[str, str], message: str) -> None:
 
 
 def test_batches_cannot_be_sliced() -> None:
-    with pytest.raises(DataError, match="comes in batches, of which none can be taken out"):
+    with pytest.raises(DataError, match="comes in whole batches"):
         with_splits(DataSet(object()), {"train": "train[:9%]"}, 0)
 
 

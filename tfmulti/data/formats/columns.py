@@ -7,7 +7,7 @@ decides whether they may be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +103,36 @@ def read_tables(
     if not sum(table.rows.num_rows for table in tables):
         bad = "".join(f" that can be read: {lost}" for lost in lost_of(tables)[:1]).rstrip(".")
         raise DataError(f"{prefix}: {pattern} has no rows{bad}. Give files with at least one.")
+    return tables
+
+
+def read_parts(
+    prefix: str, form: str, train: list[Table], patterns: Mapping[str, str]
+) -> dict[str, list[Table]]:
+    """Returns the tables of the training part, and of each other part that has a pattern.
+
+    Args:
+        prefix: the start of messages.
+        form: CSV or PARQUET.
+        train: the tables of the training part.
+        patterns: the patterns of `validation` and `test`; empty if there is no such part.
+
+    Raises:
+        DataError: as in `read_tables`, or a file is in two parts.
+    """
+    tables = {"train": train}
+    part_of = {table.path: "training" for table in train}
+    for part in ("validation", "test"):
+        if not patterns[part]:
+            continue
+        tables[part] = read_tables(prefix, form, patterns[part], train[0].rows.column_names)
+        for path in (table.path for table in tables[part]):
+            if path in part_of:
+                raise DataError(
+                    f"{prefix}: {path} is in the {part_of[path]} part and in the {part} part. Give "
+                    "patterns that have no file in common."
+                )
+            part_of[path] = part
     return tables
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmulti.data.buffers import empty
+from tfmulti.data.buffers import empty, empty_rows
 from tfmulti.data.formats.records import ByteStrings
 from tfmulti.data.io.files import MOST_BYTES
 from tfmulti.data.source import Leaf, Source, map_nest
@@ -62,7 +62,7 @@ class Decoder:
         Raises:
             ValueError: a record cannot be read; the message says why.
         """
-        out = map_nest(lambda leaf: empty((len(records), *leaf.shape), leaf.dtype), self.specs)
+        out = empty_rows(self.specs, len(records))
         self.decode_into(records, out)
         return out
 

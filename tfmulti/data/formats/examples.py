@@ -14,13 +14,13 @@ from tfmulti.errors import DataError
 
 
 def parse_into(
-    records: Sequence[bytes], features: Mapping[str, Feature], out: Mapping[str, np.ndarray]
+    features: Mapping[str, Feature], records: Sequence[bytes], out: Mapping[str, np.ndarray]
 ) -> None:
     """Writes the features that `out` names into its arrays, one row for each record.
 
     Args:
-        records: the encoded examples.
         features: the features that a record may hold, by name.
+        records: the encoded examples.
         out: for each wanted name an array with one row for each record.
 
     Raises:
@@ -49,7 +49,7 @@ def parse_into(
 
 
 def parse_numbers_into(
-    records: Sequence[bytes], features: Mapping[str, Feature], out: Mapping[str, np.ndarray]
+    features: Mapping[str, Feature], records: Sequence[bytes], out: Mapping[str, np.ndarray]
 ) -> None:
     """Does the work of `parse_into` for features that are numbers, one record at a time.
 
@@ -122,10 +122,10 @@ def _reason(parsed: Any, name: str, feature: Feature) -> str | None:
         dtypes = {"int64_list": "int64", "float_list": "float32", "bytes_list": "bytes"}
         dtype = dtypes.get(actual, "nothing")
         return f"feature {name!r} holds {dtype}, but {feature.type} was expected"
-    one = feature.type in ("image", "raw")
-    count = 1 if one else int(np.prod(feature.shape, dtype=int))
+    is_encoded = feature.type in ("image", "raw")
+    count = 1 if is_encoded else int(np.prod(feature.shape, dtype=int))
     values = len(getattr(parsed[name], expected).value)
     if values != count:
-        shape = "" if one else f" for shape {list(feature.shape)}"
+        shape = "" if is_encoded else f" for shape {list(feature.shape)}"
         return f"feature {name!r} has {values} values, but {count} were expected{shape}"
     return None

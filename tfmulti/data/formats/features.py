@@ -170,7 +170,7 @@ def _names(
     for name in names:
         if name not in features:
             raise DataError(
-                f"{path}: {key} is {name!r}, which is not a feature; {_near(name, features)}"
+                f"{path}: {key} is {name!r}, which is not a feature; {did_you_mean(name, features)}"
             )
     return named if isinstance(named, str) else tuple(names)
 
@@ -181,16 +181,12 @@ def _weight(path: str, features: Mapping[str, Feature], name: Any) -> str | None
         return None
     if not isinstance(name, str) or name not in features:
         raise DataError(
-            f"{path}: weight is {name!r}, which is not a feature; {_near(name, features)}"
+            f"{path}: weight is {name!r}, which is not a feature; "
+            f"{did_you_mean(str(name), features)}"
         )
     if features[name].leaf != Leaf((), "float32"):
         raise DataError(f'{path}: the weight {name!r} must be {{"type": "float32", "shape": []}}.')
     return str(name)
-
-
-def _near(name: Any, features: Mapping[str, Feature]) -> str:
-    """Returns a hint at the feature whose name is nearest to a mistyped one."""
-    return did_you_mean(str(name), features)
 
 
 def _classes(path: str, classes: Any) -> int | None:

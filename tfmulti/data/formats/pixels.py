@@ -67,7 +67,7 @@ def check_pixels(data: bytes) -> None:
         raise DataError(_NO_IMAGE)
     if declared > _most_pixels:
         raise DataError(
-            f"the image has more than {_most_pixels:,} pixels. If it is to be trusted, allow more "
+            f"the image has more than {_most_pixels:,} pixels. If you trust the image, allow more "
             "by --max_image_megapixels"
         )
 
@@ -168,17 +168,17 @@ def _start_of_frame(data: bytes) -> int:
 
     It returns the length of the data if there is no such segment.
     """
-    at = 2
-    while at + 4 <= len(data):
-        mark, kind, length = struct.unpack_from(">BBH", data, at)
+    offset = 2
+    while offset + 4 <= len(data):
+        mark, kind, length = struct.unpack_from(">BBH", data, offset)
         if mark == 0xFF and 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            return at
+            return offset
         if mark != 0xFF or kind == 0xFF:
             # Bytes FF may fill the space before a marker.
-            at += 1
+            offset += 1
         elif kind == 0x01 or 0xD0 <= kind <= 0xD8:
             # These markers have no length.
-            at += 2
+            offset += 2
         else:
-            at += 2 + length
+            offset += 2 + length
     return len(data)

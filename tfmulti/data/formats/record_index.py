@@ -100,20 +100,20 @@ def _walk(path: str, file: File, size: int) -> np.ndarray:
     Raises:
         DataError: the file is damaged or cut off.
     """
-    positions, records, at = array("q"), 0, 0
+    positions, records, offset = array("q"), 0, 0
     block, start = b"", 0
-    while at < size:
-        if not start <= at <= start + len(block) - HEADER:
-            block, start = file.read_at(at, _BLOCK), at
-        header = block[at - start : at - start + HEADER]
+    while offset < size:
+        if not start <= offset <= start + len(block) - HEADER:
+            block, start = file.read_at(offset, _BLOCK), offset
+        header = block[offset - start : offset - start + HEADER]
         if not is_header(header):
             is_cut_off = records > 0 and len(header) < HEADER
             raise DataError(_damage_message(path, records, is_cut_off))
         length = int(struct.unpack("<Q", header[:8])[0])
-        if HEADER + length + FOOTER > size - at:
+        if HEADER + length + FOOTER > size - offset:
             raise DataError(_damage_message(path, records, True))
-        positions.extend((at + HEADER, length))
-        records, at = records + 1, at + HEADER + length + FOOTER
+        positions.extend((offset + HEADER, length))
+        records, offset = records + 1, offset + HEADER + length + FOOTER
     return np.array(positions, np.int64).reshape(-1, 2)
 
 

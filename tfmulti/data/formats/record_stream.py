@@ -84,8 +84,8 @@ def _value(tf: Any, rows: tf.Tensor, feature: Feature) -> tf.Tensor:
         flat = tf.io.decode_raw(rows, tf.as_dtype(feature.dtype), little_endian=True)
         return tf.reshape(flat, [tf.size(rows), *feature.shape])
     if feature.type == "image":
-        make = functools.partial(_image, tf, shape=feature.shape)
-        return tf.map_fn(make, rows, fn_output_signature=tf.uint8)
+        decode = functools.partial(_image, tf, shape=feature.shape)
+        return tf.map_fn(decode, rows, fn_output_signature=tf.uint8)
     return rows
 
 

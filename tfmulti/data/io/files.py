@@ -74,25 +74,25 @@ def most_unpacked() -> int:
     return memory_bytes() if _most_unpacked is None else _most_unpacked
 
 
-def read_bytes(path: str, most: int | None = None) -> bytes:
+def read_bytes(path: str, most_bytes: int | None = None) -> bytes:
     """Returns the content of a file.
 
     Args:
         path: the file.
-        most: the largest size in bytes. None: there is no limit.
+        most_bytes: the largest size in bytes. None: there is no limit.
 
     Raises:
         OSError: the file cannot be read, is too large, or is a named pipe or a device.
     """
-    if not is_remote(path) and most is not None:
-        return read_small(path, most)
+    if not is_remote(path) and most_bytes is not None:
+        return read_small(path, most_bytes)
     if not is_remote(path):
         with open_regular(path) as local:
             return local.read()
     with as_os_error(), gfile().GFile(path, "rb") as file:
-        content: bytes = file.read(-1 if most is None else most + 1)
-    if most is not None and len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", path)
+        content: bytes = file.read(-1 if most_bytes is None else most_bytes + 1)
+    if most_bytes is not None and len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", path)
     return content
 
 

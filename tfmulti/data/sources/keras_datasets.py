@@ -65,13 +65,13 @@ def _load(name: str, cached_as: str, url: str) -> DataSet:
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
     # The workers of a machine start at the same time, and only one of them may download.
-    with _alone(keras_cache() / ".tfmulti.lock"):
+    with _file_lock(keras_cache() / ".tfmulti.lock"):
         loader = importlib.import_module("keras.datasets")
         try:
             (x, y), (x_test, y_test) = getattr(loader, name).load_data()
         except Exception as error:
             # Keras raises a bare Exception if a download fails.
-            raise DataError(_where_to_put(name, cached, url, str(error))) from None
+            raise DataError(_no_download_message(name, cached, url, str(error))) from None
     x, x_test = with_channels(x), with_channels(x_test)
     return DataSet(
         train=labelled(x, y),
@@ -81,7 +81,7 @@ def _load(name: str, cached_as: str, url: str) -> DataSet:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     """Holds a file lock, so that one process at a time runs the block."""
     try:
         lock = open(path, "w")  # noqa: SIM115
@@ -119,13 +119,13 @@ def _check_network(name: str, cached: Path, url: str) -> None:
     # No answer within this time is no failure, and Keras' loader will report a later one.
     thread.join(timeout=0.2)
     if failures:
-        raise DataError(_where_to_put(name, cached, url, f"{host}: {failures[0].strerror}"))
+        raise DataError(_no_download_message(name, cached, url, f"{host}: {failures[0].strerror}"))
 
 
-def _where_to_put(name: str, cached: Path, url: str, reason: str) -> str:
+def _no_download_message(name: str, cached: Path, url: str, reason: str) -> str:
     """Returns the message that says which file to fetch elsewhere and where to put it."""
-    what = f"put the files into {cached.parent}" if "{" in url else f"put it at {cached}"
+    step = f"put the files into {cached.parent}" if "{" in url else f"put it at {cached}"
     return (
         f"--dataset {name} is not in Keras' cache and cannot be downloaded ({reason}). "
-        f"Fetch {url} elsewhere and {what}."
+        f"Fetch {url} elsewhere and {step}."
     )

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.bad_records import naming
+from tfmulti.data.bad_records import naming_the_first
 from tfmulti.data.data_set import CLASSIFICATION, REGRESSION, DataSet, DataSpec
 from tfmulti.data.formats.columns import (
     CSV,
@@ -44,6 +44,7 @@ from tfmulti.data.formats.columns import (
     TEXT,
     Columns,
     lost_of,
+    read_parts,
     read_tables,
     to_columns,
 )
@@ -82,18 +83,13 @@ def _load(form: str, options: str) -> DataSet:
         raise DataError(f"{prefix} needs a file. Write --dataset {form}:PATH,target=COLUMN.")
     chosen = parse_options(f"{form}:{pattern}", rest, dict.fromkeys(_OPTIONS, ""))
     _check_choices(prefix, chosen)
-    tables = {"train": read_tables(prefix, form, pattern)}
-    names = tables["train"][0].rows.column_names
-    features = _features(prefix, names, chosen)
-    seen = {table.path: "training" for table in tables["train"]}
-    for part in ("validation", "test"):
-        if chosen[part]:
-            tables[part] = read_tables(prefix, form, chosen[part], names)
-            _check_apart(prefix, part, [table.path for table in tables[part]], seen)
+    train = read_tables(prefix, form, pattern)
+    features = _features(prefix, train[0].rows.column_names, chosen)
+    tables = read_parts(prefix, form, train, chosen)
     lost = lost_of(*tables.values())
-    with naming(lost):
+    with naming_the_first(lost):
         names = [*features, chosen["target"], *filter(None, [chosen["weight"]])]
-        columns = {"train": to_columns(prefix, tables["train"], names)}
+        columns = {"train": to_columns(prefix, train, names)}
         for part in tables:
             if part != "train":
                 columns[part] = to_columns(prefix, tables[part], names, columns["train"].kinds)
@@ -163,20 +159,20 @@ def _features(prefix: str, names: list[str], chosen: dict[str, str]) -> list[str
         )
     used = {"target": [chosen["target"]], "drop": list(filter(None, chosen["drop"].split("+")))}
     used["weight"] = list(filter(None, [chosen["weight"]]))
-    taken: dict[str, str] = {}
+    option_of: dict[str, str] = {}
     for option, columns in used.items():
         for column in columns:
             if column not in names:
                 raise ConfigError(
                     f"{prefix}: {option}={column}: no such column; {did_you_mean(column, names)}"
                 )
-            if column in taken:
+            if column in option_of:
                 raise ConfigError(
-                    f"{prefix}: the column {column!r} is given for {taken[column]} and {option}. "
-                    "Give it once."
+                    f"{prefix}: the column {column!r} is given for {option_of[column]} and "
+                    f"{option}. Give it once."
                 )
-            taken[column] = option
-    features = [name for name in names if name not in taken]
+            option_of[column] = option
+    features = [name for name in names if name not in option_of]
     if not features:
         raise DataError(f"{prefix}: no column is left to predict from. Drop fewer columns.")
     return features
@@ -189,14 +185,3 @@ def _check_choices(prefix: str, chosen: dict[str, str]) -> None:
             raise ConfigError(
                 f"{prefix}: {option} is {chosen[option]!r}; {did_you_mean(chosen[option], known)}"
             )
-
-
-def _check_apart(prefix: str, part: str, paths: list[str], seen: dict[str, str]) -> None:
-    """Adds the files of a part to `seen`; raises DataError if one is in another part."""
-    for path in paths:
-        if path in seen:
-            raise DataError(
-                f"{prefix}: {path} is in the {seen[path]} part and in the {part} part. Give "
-                "patterns that have no file in common."
-            )
-        seen[path] = part

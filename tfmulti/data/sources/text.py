@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from tfmulti.data.arrays import ArraySource
-from tfmulti.data.bad_records import naming, read_around_faults
+from tfmulti.data.bad_records import naming_the_first, read_around_faults
 from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, FromChief
 from tfmulti.data.formats.columns import (
     CSV,
@@ -40,6 +40,7 @@ from tfmulti.data.formats.columns import (
     PARQUET,
     TEXT,
     lost_of,
+    read_parts,
     read_tables,
     to_columns,
 )
@@ -60,7 +61,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 # One token is padding, and one is any word that the vocabulary lacks.
 _SPECIAL_TOKENS = 2
-# So many texts are in memory at a time while the vocabulary is computed.
+# The number of texts that are in memory at a time while the vocabulary is computed.
 _BLOCK = 256
 
 
@@ -215,9 +216,9 @@ def _tokenized(prefix: str, data: DataSet, from_chief: FromChief) -> DataSet:
     """Returns the data as tokens, whose vocabulary the chief makes; every worker calls it."""
     assert data.spec is not None
     assert data.spec.vocabulary_size is not None
-    tokens, most = data.spec.input_shape[0], data.spec.vocabulary_size
-    words = from_chief(lambda: "\n".join(make_vocabulary(prefix, data.train, most)).encode())
-    vocabulary = tuple(words.decode().split("\n"))
+    tokens, size = data.spec.input_shape[0], data.spec.vocabulary_size
+    lines = from_chief(lambda: "\n".join(make_vocabulary(prefix, data.train, size)).encode())
+    vocabulary = tuple(lines.decode().split("\n"))
     vectorize = vectorizer(vocabulary, tokens)
     parts: dict[str, Any] = {
         name: part.changed(lambda source: VectorizedSource(source, vectorize, tokens))
@@ -277,8 +278,8 @@ def _of_tables(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of tables, with `lost` for rows left out, and the names of the classes."""
     form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
-    tables = {"train": read_tables(prefix, form, path)}
-    names = tables["train"][0].rows.column_names
+    train = read_tables(prefix, form, path)
+    names = train[0].rows.column_names
     for option in ("text", "target"):
         if not chosen[option]:
             raise ConfigError(f"{prefix} needs {option}=COLUMN. Known: {', '.join(names)}.")
@@ -287,13 +288,11 @@ def _of_tables(
                 f"{prefix}: {option}={chosen[option]}: no such column; "
                 f"{did_you_mean(chosen[option], names)}"
             )
-    for part in ("validation", "test"):
-        if chosen[part]:
-            tables[part] = read_tables(prefix, form, chosen[part], names)
+    tables = read_parts(prefix, form, train, chosen)
     lost = lost_of(*tables.values())
-    with naming(lost):
+    with naming_the_first(lost):
         text, target = chosen["text"], chosen["target"]
-        labels = to_columns(prefix, tables["train"], [target])
+        labels = to_columns(prefix, train, [target])
         classes = Target.of(prefix, labels, target, CLASSIFICATION)
         parts: dict[str, Any] = {"lost": lost}
         for part, part_tables in tables.items():

@@ -23,7 +23,6 @@ from tfmulti.data.formats.features import is_label, spec_of
 from tfmulti.data.formats.pixels import check_pixels, decode_into
 from tfmulti.data.formats.records import ByteStrings, Records
 from tfmulti.data.io import files
-from tfmulti.data.io.files import locate
 from tfmulti.data.options import parse_options
 from tfmulti.data.source import Leaf
 from tfmulti.errors import DataError, UserError, did_you_mean
@@ -55,13 +54,13 @@ class DataSourceRecords(ByteStrings):
     Args:
         data_source: the split as a data source of tensorflow-datasets, which returns raw bytes.
         split: the name of the split.
-        files: the files of the split in their order, each a path and its number of records.
+        parts: the files of the split in their order, each a path and its number of records.
     """
 
-    def __init__(self, data_source: Any, split: str, files: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, data_source: Any, split: str, parts: Sequence[tuple[str, int]]) -> None:
         self._data_source, self._split = data_source, split
-        self._paths = [path for path, _ in files]
-        self._ends = np.cumsum([records for _, records in files])
+        self._paths = [path for path, _ in parts]
+        self._ends = np.cumsum([records for _, records in parts])
 
     def __len__(self) -> int:
         return len(self._data_source)
@@ -74,7 +73,7 @@ class DataSourceRecords(ByteStrings):
             raise DataError(" ".join(str(error).split())) from None
 
     def where(self, number: int) -> str:
-        file, record = locate(self._ends, number)
+        file, record = files.locate(self._ends, number)
         return f"{self._paths[file]}, record {record}"
 
     def identity(self) -> str:
@@ -168,7 +167,7 @@ def load(options: str, seed: int) -> DataSet:
         raise
     except Exception as error:
         # tensorflow-datasets raises many types of exceptions, many of them late.
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = files.reason_of(error)
         raise DataError(f"{prefix}: {folder} is damaged: {reason}. Prepare it anew.") from error
 
 

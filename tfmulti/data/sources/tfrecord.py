@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tfmulti.data.data_set import DataSet, DataSpec
@@ -62,8 +62,8 @@ def load(options: str, seed: int) -> DataSet:
     features = _features(prefix, pattern, chosen["spec"])
     classes = _classes(prefix, features, chosen["classes"])
     leaves = {name: feature.leaf for name, feature in features.features.items()}
-    parse = functools.partial(_parse_into, features)
-    parse_label = functools.partial(_parse_label, features)
+    parse = functools.partial(parse_into, features.features)
+    parse_label = functools.partial(parse_numbers_into, features.features)
     decoder = Decoder(features.names, leaves, parse, classes, parse_label)
     x, y, *_ = decoder.specs
     spec = spec_of(x, y, classes)
@@ -74,16 +74,6 @@ def load(options: str, seed: int) -> DataSet:
         name: EncodedSource(Records(paths), decoder) for name, paths in parts.items()
     }
     return DataSet(spec=spec, **sources)
-
-
-def _parse_into(features: Features, records: Sequence[bytes], out: Any) -> None:
-    """Writes the named features of encoded examples into arrays."""
-    parse_into(records, features.features, out)
-
-
-def _parse_label(features: Features, records: Sequence[bytes], out: Any) -> None:
-    """Writes number features into arrays, without setting up TensorFlow's devices."""
-    parse_numbers_into(records, features.features, out)
 
 
 def _parts(prefix: str, pattern: str, chosen: dict[str, Any]) -> dict[str, list[str]]:
@@ -207,7 +197,7 @@ def _streamed(
     warning = (
         f"GZIP files cannot be read at random: every worker decompresses all of them, training "
         f"shuffles within {buffer:,} records alone (buffer=N), and a resumed run reads again up to "
-        "its place. unpack them with gunzip to read in any order."
+        "its place. Unpack them with gunzip to read in any order."
         + ("" if "validation" in parts else " Without validation=PATTERN there is no validation.")
     )
 

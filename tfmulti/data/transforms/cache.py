@@ -18,6 +18,7 @@ import google_crc32c
 import numpy as np
 import psutil
 
+from tfmulti.data.buffers import empty_rows
 from tfmulti.data.io.files import cache_folder
 from tfmulti.data.source import Leaf, OverSource, Source, leaves_of, map_nest
 from tfmulti.errors import DataError
@@ -36,8 +37,7 @@ class _Cached(OverSource):
         self._arrays: Any = None
 
     def read(self, indices: np.ndarray, epoch: int = 0) -> Any:
-        count = len(indices)
-        out = map_nest(lambda leaf: np.empty((count, *leaf.shape), _dtype(leaf)), self.specs)
+        out = empty_rows(self.specs, len(indices))
         self.read_into(indices, epoch, out)
         return out
 
@@ -86,25 +86,24 @@ class InMemory(_Cached):
                 f"--cache memory: {len(source):,} examples take {needed_gb:,.1f} GB, and "
                 f"{free_gb:,.1f} GB of memory are free. Use --cache disk, or smaller examples."
             )
-        count = len(source)
-        self._arrays = map_nest(lambda s: np.empty((count, *s.shape), _dtype(s)), source.specs)
-        self._has = np.zeros(count, bool)
+        self._arrays = empty_rows(source.specs, len(source))
+        self._is_cached = np.zeros(len(source), bool)
 
     def _load(self, indices: np.ndarray, out: Any) -> np.ndarray:
-        has = self._has[indices]
-        if has.all():
+        is_cached = self._is_cached[indices]
+        if is_cached.all():
             # In its default mode NumPy would buffer the output.
             map_nest(
                 lambda array, rows: np.take(array, indices, 0, rows, "clip"), self._arrays, out
             )
         else:
-            _copy(self._arrays, indices, out, np.flatnonzero(has))
-        return np.flatnonzero(~has)
+            _copy(self._arrays, indices, out, np.flatnonzero(is_cached))
+        return np.flatnonzero(~is_cached)
 
     def _store(self, indices: np.ndarray, rows: Any) -> None:
         _put(rows, self._arrays, indices)
         # Another thread may read the rows as soon as they are marked, so this comes last.
-        self._has[indices] = True
+        self._is_cached[indices] = True
 
 
 class OnDisk(_Cached):
@@ -220,11 +219,6 @@ def _checksum(leaves: list[np.ndarray], row: int) -> int:
     for leaf in leaves:
         value = google_crc32c.extend(value, np.ascontiguousarray(leaf[row]).tobytes())
     return int(value) | _IS_STORED
-
-
-def _dtype(leaf: Leaf) -> Any:
-    """Returns the dtype of the array that caches a leaf."""
-    return object if leaf.dtype == "str" else leaf.dtype
 
 
 def _bytes_of(leaf: Leaf) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tfmulti.data.formats.features import is_label
 from tfmulti.data.source import Arrays, Leaf, OverSource, Source
 from tfmulti.errors import ConfigError, DataError
 
@@ -74,12 +75,8 @@ class Weighted(OverSource):
                 "--class_weight: the data has weights of its own. Leave --class_weight out."
             )
         y = specs[1] if isinstance(specs, tuple) and len(specs) == 2 else None
-        if (
-            not isinstance(y, Leaf)
-            or y.shape not in ((), (1,))
-            or np.dtype(y.dtype).kind not in "iu"
-        ):
-            raise DataError("--class_weight needs data with one class label an example.")
+        if not isinstance(y, Leaf) or not is_label(y):
+            raise DataError("--class_weight needs data with one class label for each example.")
         super().__init__(source)
         self._weights = np.ones(max(weights) + 1, np.float32)
         self._weights[list(weights)] = list(weights.values())

@@ -76,17 +76,14 @@ def read_labels(
 def _labels_of(source: Source, skip_bad: bool, examples: np.ndarray) -> np.ndarray:
     """Returns the classes of the examples that can be read; raises DataError for the others."""
 
+    def read(indices: np.ndarray) -> np.ndarray:
+        labels = source.read_labels(indices)
+        assert labels is not None
+        return labels.astype(np.int64)
+
     def on_fault(example: int, error: Exception) -> None:
         if not skip_bad or is_of_storage(error):
             reason = f"{source.where(example)}: {reason_of(error)}"
             raise DataError(f"{reason} {NEXT_STEP}") from error
 
-    read = functools.partial(_read, source)
     return np.concatenate([np.empty(0, np.int64), *read_around_faults(read, examples, on_fault)])
-
-
-def _read(source: Source, examples: np.ndarray) -> np.ndarray:
-    """Returns the classes of some examples, int64."""
-    labels = source.read_labels(examples)
-    assert labels is not None
-    return labels.astype(np.int64)

@@ -72,14 +72,16 @@ def with_splits(data: DataSet, splits: dict[str, str | None], seed: int) -> Data
         DataError: the data has no such part, a part cannot be sliced, or a slice is empty.
         ConfigError: two slices overlap.
     """
-    new = {
+    wanted = {
         part: parse_split(_flag(part), text) for part, text in splits.items() if text is not None
     }
-    if not new:
+    if not wanted:
         return data
-    unchanged = {part: Slice(part, part, None, None) for part in data.parts if part not in new}
-    _check_apart(data, {part: (new | unchanged)[part] for part in PARTS if part in new | unchanged})
-    sliced: dict[str, Any] = {part: _sliced(data, part, new[part], seed) for part in new}
+    slices = {part: Slice(part, part, None, None) for part in data.parts} | wanted
+    _check_apart(data, {part: slices[part] for part in PARTS if part in slices})
+    sliced: dict[str, Any] = {
+        part: _sliced(data, part, slice_, seed) for part, slice_ in wanted.items()
+    }
     return replace(data, **sliced)
 
 
@@ -117,8 +119,8 @@ def _flag(part: str) -> str:
 def _position(bound: str, rows: int) -> int:
     """Returns the position of a bound such as `90%` or `-100` in a part of `rows` examples."""
     number = int(bound.removesuffix("%"))
-    at = round(rows * number / 100) if bound.endswith("%") else number
-    return min(max(at + rows if bound.startswith("-") else at, 0), rows)
+    position = round(rows * number / 100) if bound.endswith("%") else number
+    return min(max(position + rows if bound.startswith("-") else position, 0), rows)
 
 
 def _sliced(data: DataSet, part: str, slice_: Slice, seed: int) -> Source:
@@ -131,8 +133,8 @@ def _sliced(data: DataSet, part: str, slice_: Slice, seed: int) -> Source:
         )
     if not isinstance(source, Source):
         raise DataError(
-            f"--{_flag(part)} {slice_.text}: the {slice_.part} part comes in batches, of which "
-            "none can be taken out. Split the data where it is made."
+            f"--{_flag(part)} {slice_.text}: the {slice_.part} part comes in whole batches, so no "
+            "examples can be taken out. Split the data where it is made."
         )
     rows = len(source)
     start, stop = slice_.bounds(rows)
@@ -147,14 +149,15 @@ def _sliced(data: DataSet, part: str, slice_: Slice, seed: int) -> Source:
 
 def _check_apart(data: DataSet, slices: dict[str, Slice]) -> None:
     """Raises ConfigError if two parts share examples."""
-    for (part, one), (other_part, other) in itertools.combinations(slices.items(), 2):
-        source = getattr(data, one.part)
-        if one.part != other.part or not isinstance(source, Source):
+    for (part, first), (other_part, second) in itertools.combinations(slices.items(), 2):
+        source = getattr(data, first.part)
+        if first.part != second.part or not isinstance(source, Source):
             continue
-        (a, b), (c, d) = one.bounds(len(source)), other.bounds(len(source))
-        if max(a, c) < min(b, d):
+        starts, stops = zip(first.bounds(len(source)), second.bounds(len(source)), strict=True)
+        shared = min(stops) - max(starts)
+        if shared > 0:
             raise ConfigError(
-                f"--{_flag(part)} {one.text} and --{_flag(other_part)} {other.text} overlap: "
-                f"both have {min(b, d) - max(a, c)} of the {len(source)} {one.part} examples. "
+                f"--{_flag(part)} {first.text} and --{_flag(other_part)} {second.text} overlap: "
+                f"both have {shared} of the {len(source)} {first.part} examples. "
                 "Write them apart, such as train[:90%] and train[90%:]."
             )

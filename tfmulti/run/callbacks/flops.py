@@ -55,7 +55,7 @@ def training_flops(model: keras.Model, inputs: Any) -> int | None:
     # Tracing a model that is not built would make its variables in the graph.
     if not model.built:
         return None
-    drawn = random.getstate(), np.random.get_state()
+    random_states = random.getstate(), np.random.get_state()
     try:
         specs = tf.nest.map_structure(_of_one_example, inputs)
         forward = _count(_forward(model, specs))
@@ -65,8 +65,8 @@ def training_flops(model: keras.Model, inputs: Any) -> int | None:
     # A `call` may draw random numbers in Python while it is traced. The first step must draw the
     # same ones.
     finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
+        random.setstate(random_states[0])
+        np.random.set_state(random_states[1])
     return None if forward is None else forward * (1 + BACKWARD_PER_FORWARD)
 
 

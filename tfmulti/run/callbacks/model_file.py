@@ -11,7 +11,7 @@ import keras
 
 from tfmulti.config.run_directory import replacing
 
-# As long as a Ctrl-C may take.
+# Two saves are at least this far apart.
 EVERY_S = 5.0
 # The largest part of the run that is spent on saving.
 MOST_OF_TIME = 1 / 20

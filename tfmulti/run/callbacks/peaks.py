@@ -4,10 +4,9 @@ The figures are those for dense matrices. They come from NVIDIA's data sheets. I
 figure with sparsity, half of it is used here. These are the sheets: "NVIDIA Blackwell Architecture"
 (HGX B200 and GB200, for one GPU), "NVIDIA GH200 Grace Hopper Superchip", "NVIDIA H200 Tensor Core
 GPU", "NVIDIA H100 Tensor Core GPU" (its SXM and PCIe columns), "NVIDIA H100 NVL GPU", "NVIDIA A100
-Tensor Core GPU", "NVIDIA A40",
-"NVIDIA A30 Tensor Core GPU", "NVIDIA A10 Tensor Core GPU", "NVIDIA A10G Tensor Core GPU" (of AWS),
-"NVIDIA L40", "NVIDIA L40S", "NVIDIA L4 Tensor Core GPU", "NVIDIA T4", "NVIDIA V100 Tensor Core
-GPU" and "NVIDIA Tesla P100".
+Tensor Core GPU", "NVIDIA A40", "NVIDIA A30 Tensor Core GPU", "NVIDIA A10 Tensor Core GPU", "NVIDIA
+A10G Tensor Core GPU" (of AWS), "NVIDIA L40", "NVIDIA L40S", "NVIDIA L4 Tensor Core GPU", "NVIDIA
+T4", "NVIDIA V100 Tensor Core GPU" and "NVIDIA Tesla P100".
 
 The figures for GeForce and the RTX A6000 come from the architecture whitepapers "NVIDIA Ampere
 GA102" and "NVIDIA Ada". These have two figures for 16-bit products: one with sums in float32 and

@@ -28,9 +28,9 @@ class StepTimes:
 
     def add(self, seconds: float, steps: int) -> None:
         """Adds the steps of an execution, and divides its seconds evenly among them."""
-        each = seconds / steps
-        index = bisect.bisect_right(self._sorted, each)
-        self._sorted[index:index] = array("d", [each]) * steps
+        step_s = seconds / steps
+        index = bisect.bisect_right(self._sorted, step_s)
+        self._sorted[index:index] = array("d", [step_s]) * steps
 
     def merge(self, other: StepTimes) -> None:
         """Adds all steps of another object."""

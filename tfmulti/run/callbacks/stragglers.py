@@ -1,7 +1,8 @@
 """Names the worker for which the others wait in every step, while the run goes on.
 
-The workers compare their times at the end of each epoch, and within an epoch each half minute. Each
-worker votes with its steps for the latter, so all do it after the same step.
+The workers compare their times at the end of each epoch, and within an epoch every half minute. The
+comparison needs all workers after the same step. So a worker that wants one within an epoch votes
+for it in a step, and all workers compare once a step has counted the vote.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tfmulti.run.callbacks.scalars import WritesScalars
 from tfmulti.run.straggler import Straggler, straggler_of
 from tfmulti.training.state.trainer_state import state_of
 
-# Shorter times tell nothing.
+# Fewer seconds or executions are not enough for a comparison.
 _LEAST_S, _LEAST_EXECUTIONS = 1.0, 10
 # How often the workers compare their times within an epoch.
 EVERY_S = 30.0
@@ -39,7 +40,7 @@ class Stragglers(WritesScalars):
         clock: returns seconds.
 
     Attributes:
-        found: what stood out in the last comparison of enough steps, or None.
+        straggler: what stood out in the last comparison of enough steps, or None.
         others_share: the share of the time of all steps in which this worker waited for messages of
             other workers, or None if it is not known.
     """
@@ -53,11 +54,11 @@ class Stragglers(WritesScalars):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(folder)
-        self.found: Straggler | None = None
+        self.straggler: Straggler | None = None
         self.others_share: float | None = None
         self._all_s = self._all_waited_s = 0.0
         self._say = say
-        self._told: tuple[str, int | None] | None = None
+        self._printed: tuple[str, int | None] | None = None
         self._waited_s = self._before_s = 0.0
         self._executions = 0
         self._every_s, self._clock = every_s, clock
@@ -110,10 +111,10 @@ class Stragglers(WritesScalars):
         if self._channel is not None and self._all_s:
             self.others_share = min(1.0, self._all_waited_s / self._all_s)
         if self._compare(figures):
-            worker = None if self.found is None else self.found.worker
+            worker = None if self.straggler is None else self.straggler.worker
             scalars = {
                 "straggler/worker": -1 if worker is None else worker,
-                "straggler/slowdown": self.found.slowdown if self.found else 1.0,
+                "straggler/slowdown": self.straggler.slowdown if self.straggler else 1.0,
             }
             self.write_scalars(epoch, scalars)
 
@@ -126,28 +127,29 @@ class Stragglers(WritesScalars):
         times = state_of(self.model).epoch
         return times.seconds, times.own_waited_s, self._waited_s, float(self._executions)
 
-    def _compare(self, own: Sequence[float]) -> bool:
+    def _compare(self, figures: Sequence[float]) -> bool:
         """Compares the workers, and prints a line if another worker stands out than before.
 
         Every worker calls it after the same step, with its `_figures`. The result says whether
-        there were enough steps to tell something.
+        there were enough steps for a comparison.
         """
         placement = placement_of(self.model.distribute_strategy)
         if placement.workers == 1:
             return False
-        microseconds = gather(self.model.distribute_strategy, [round(1e6 * each) for each in own])
+        # Workers gather whole numbers.
+        millionths = gather(self.model.distribute_strategy, [round(1e6 * x) for x in figures])
         seconds, for_data, for_others, executions = (
-            [each / 1e6 for each in column] for column in zip(*microseconds, strict=True)
+            [x / 1e6 for x in column] for column in zip(*millionths, strict=True)
         )
         if min(seconds) < _LEAST_S or min(executions) < _LEAST_EXECUTIONS or not any(for_others):
             return False
-        self.found = straggler_of(seconds, for_data, for_others, placement.addresses)
-        now = (self.found.cause, self.found.worker) if self.found else None
-        if self.found is not None and now != self._told:
-            self._say("straggler", self.found.words())
-        self._told = now
+        self.straggler = straggler_of(seconds, for_data, for_others, placement.addresses)
+        now = (self.straggler.cause, self.straggler.worker) if self.straggler else None
+        if self.straggler is not None and now != self._printed:
+            self._say("straggler", self.straggler.words())
+        self._printed = now
         return True
 
     def as_dict(self) -> dict[str, Any] | None:
         """Returns what stood out in the last epoch, for report.json."""
-        return None if self.found is None else dataclasses.asdict(self.found)
+        return None if self.straggler is None else dataclasses.asdict(self.straggler)

@@ -5,6 +5,7 @@ Runs on the chief.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def __init__(self, folder: Path, parameters: dict[str, Any] | None = None) -> None:
         super().__init__(str(folder), write_graph=False)
-        found = sorted(folder.rglob("*tfevents*")) if folder.is_dir() else []
-        for path in found:
+        self._earlier: list[Path] = []
+        for path in sorted(folder.rglob("*tfevents*")):
             if path.name.startswith(".partial-"):
                 # A process was killed while it rewrote an event file.
                 remove(path)
-        self._earlier = [path for path in found if not path.name.startswith(".partial-")]
+            else:
+                self._earlier.append(path)
         self._begun_epoch = 0
         self._folder, self._parameters = folder, parameters or {}
 
@@ -74,13 +76,13 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Removes events that will be written again, and calls Keras' callback."""
-        self._take_out_what_comes_again()
+        self._remove_repeated_events()
         super().on_train_batch_begin(batch, logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Removes events that will be written again, and calls Keras' callback."""
         # The events of this step are those of this evaluation, which will be written again.
-        self._take_out_what_comes_again(-1)
+        self._remove_repeated_events(-1)
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -91,7 +93,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
         """Writes the scalar metrics of the evaluation."""
         super().on_test_end(_scalars(logs))
 
-    def _take_out_what_comes_again(self, more: int = 0) -> None:
+    def _remove_repeated_events(self, more: int = 0) -> None:
         """Removes, once, the earlier events after the optimizer's step plus `more`."""
         if self._earlier:
             step = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations)) + more
@@ -111,17 +113,18 @@ def keep_before(path: Path, epoch: int, step: int) -> None:
         epoch: the first epoch whose scalars are removed.
         step: the last step of the optimizer whose evaluation is kept.
     """
-    with replacing(path) as partial, tf.io.TFRecordWriter(str(partial)) as writer:
-        try:
-            for record in tf.data.TFRecordDataset(str(path)):
-                event = event_pb2.Event.FromString(record.numpy())
-                tags = [value.tag for value in event.summary.value]
-                by_step = any(tag.startswith("evaluation_") for tag in tags)
-                if not tags or (event.step <= step if by_step else event.step < epoch):
-                    writer.write(record.numpy())
-        except tf.errors.DataLossError:
-            # The records up to this one are whole.
-            pass
+    # A DataLossError says that the last record is cut off.
+    with (
+        replacing(path) as partial,
+        tf.io.TFRecordWriter(str(partial)) as writer,
+        contextlib.suppress(tf.errors.DataLossError),
+    ):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = event_pb2.Event.FromString(record.numpy())
+            tags = [value.tag for value in event.summary.value]
+            by_step = any(tag.startswith("evaluation_") for tag in tags)
+            if not tags or (event.step <= step if by_step else event.step < epoch):
+                writer.write(record.numpy())
 
 
 def _scalars(logs: dict[str, Any] | None) -> dict[str, Any]:

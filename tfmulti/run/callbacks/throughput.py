@@ -1,8 +1,12 @@
 """Measures how fast training is, without validation and without executions that are traced.
 
-throughput = tfmulti.Throughput("runs/a/tensorboard/train")
-model.fit(x, y, callbacks=[throughput])
-print(throughput.figures())
+    throughput = tfmulti.Throughput("runs/a/tensorboard/train")
+    model.fit(x, y, callbacks=[throughput])
+    print(throughput.figures())
+
+An execution takes the time from the end of the one before it to its own end. Executions in which a
+step is traced do not count. Examples per second are the examples of the counted executions, divided
+by their time.
 """
 
 from __future__ import annotations
@@ -23,20 +27,14 @@ from tfmulti.training.state.trainer_state import is_prepared, state_of
 
 _MS = tuple(f"step_ms_p{percent}" for percent in PERCENTILES)
 # The names of the figures that are added to the logs.
-LOGS = (
-    "examples_per_sec",
-    "device_examples_per_sec",
-    *_MS,
-    "device_tflops_per_sec",
-    "mfu",
-)
+LOGS = ("examples_per_sec", "device_examples_per_sec", *_MS, "device_tflops_per_sec", "mfu")
 
 
 class Throughput(WritesScalars):
     """Measures examples per second, the time of steps, and the used part of the devices' peak.
 
     The callback works with prepared models. Every worker gives it to `fit`. The time of an
-    execution is the time since the end of the one before it, or since the begin of the epoch. It
+    execution is the time since the end of the one before it, or since the start of the epoch. It
     includes callbacks and waiting for data, and is divided evenly among the steps of the
     execution. The first execution, and each execution in which a step is traced, are not counted.
 
@@ -150,16 +148,16 @@ class Throughput(WritesScalars):
             self.write_scalars(epoch, tagged | {"throughput/steps_per_sec": steps / seconds})
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures of all epochs by the names of `LOGS`, and what they were computed of.
+        """Returns the figures of all epochs by the names of `LOGS`, and their sums.
 
-        The latter are `examples`, `steps` and `seconds`. If they are known, there are also the
+        The sums are `examples`, `steps` and `seconds`. If they are known, there are also the
         `flops_per_example` of the model and the `peak_tflops` of a device.
         """
-        of_what = {"examples": self.examples, "steps": self.steps, "seconds": self.seconds}
+        sums = {"examples": self.examples, "steps": self.steps, "seconds": self.seconds}
         for name in ("flops_per_example", "peak_tflops"):
             if getattr(self, name) is not None:
-                of_what[name] = getattr(self, name)
-        return of_what | self._figures(self.seconds, self.examples, self.times)
+                sums[name] = getattr(self, name)
+        return sums | self._figures(self.seconds, self.examples, self.times)
 
     @property
     def examples_per_second(self) -> float:
@@ -187,15 +185,15 @@ class Throughput(WritesScalars):
         if not seconds:
             return {}
         per_device = examples / seconds / self._devices
-        found = {"examples_per_sec": examples / seconds, "device_examples_per_sec": per_device}
+        figures = {"examples_per_sec": examples / seconds, "device_examples_per_sec": per_device}
         if times:
-            found |= dict(zip(_MS, times.percentiles_ms().values(), strict=True))
+            figures |= dict(zip(_MS, times.percentiles_ms().values(), strict=True))
         if self.flops_per_example is not None:
             tflops = per_device * self.flops_per_example / 1e12
-            found["device_tflops_per_sec"] = tflops
+            figures["device_tflops_per_sec"] = tflops
             if self.peak_tflops is not None:
-                found["mfu"] = tflops / self.peak_tflops
-        return found
+                figures["mfu"] = tflops / self.peak_tflops
+        return figures
 
 
 def _tag(name: str) -> str:
