@@ -300,7 +300,7 @@ def test_a_worker_ends_also_if_its_file_cannot_be_written(
     # The file is written as soon as the server answers. The thread must not print in another test.
     assert ended.wait(LIMIT_S)
     for thread in threading.enumerate():
-        if thread.name == watchdog._OWN:
+        if thread.name == watchdog._THREAD:
             thread.join(LIMIT_S)
 
 
@@ -316,7 +316,7 @@ def test_only_one_of_several_workers_has_lost_another(
 def test_what_was_before_the_watch_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate` begins no training, and a notebook may call it a day after `fit`."""
     told = Heartbeat(None, lambda: 0.0)
-    monkeypatch.setattr(watchdog, "own_heartbeat", lambda: told)
+    monkeypatch.setattr(watchdog, "heartbeat", lambda: told)
     monkeypatch.setattr(watchdog, "_LOOK_S", LIMIT_S)
     with watch(None, 1) as found:
         began_s = time.monotonic()

@@ -504,17 +504,10 @@ def keras_optimizers() -> Made:
     return Made(model, {}, fit(_features(), target), optimizers=model.by)
 
 
-def _with_aliases(names: set[str]) -> set[str]:
-    """Returns the names of layers, and the other names that Keras has for the same classes."""
-    classes = {getattr(layers, name) for name in names}
-    parts = {name: getattr(layers, name) for name in dir(layers)}
-    return {name for name, part in parts.items() if inspect.isclass(part) and part in classes}
-
-
 # The names of everything above, as `tfmulti.training.verification.compared` has them. A loss of a
 # class computes the loss function of Keras with the same formula. Every model has an InputLayer.
 COMPARED: dict[str, set[str]] = {
-    "LAYERS": _with_aliases({*PLAIN, *OF_SEQUENCES, *IN_SEVERAL_DIMENSIONS, *IMAGES, "InputLayer"}),
+    "LAYERS": {*PLAIN, *OF_SEQUENCES, *IN_SEVERAL_DIMENSIONS, *IMAGES, "InputLayer"},
     "LOSSES": {
         *LOSSES,
         *(make().fn.__name__ for _, make in LOSSES.values() if hasattr(make(), "fn")),

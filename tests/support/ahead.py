@@ -16,7 +16,7 @@ from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.training import distributed_model
 from tfmulti.training.input.worker_batch import WorkerBatch
-from tfmulti.training.step import execution
+from tfmulti.training.step import execution, xla
 
 traces: list[str] = []
 placed: list[Any] = []
@@ -63,7 +63,9 @@ def trained(strategy: Any) -> Any:
 def main() -> None:
     strategy = make_strategy("mirrored", replicas=2)
     found = [trained(strategy)]
-    distributed_model.placement_of, execution.on_devices = as_gpus, noting  # type: ignore[attr-defined]
+    for module in (distributed_model, execution, xla):
+        module.placement_of = as_gpus  # type: ignore[attr-defined]
+    execution.on_devices = noting
     found.append(trained(strategy))
     print(json.dumps([found, placed]))
 

@@ -17,7 +17,7 @@ LIMIT_S = 120
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("kill", "UnavailableError worker 1 is lost: "),
         ("error", "UnavailableError worker 1 is lost: "),
@@ -31,11 +31,11 @@ LIMIT_S = 120
             for method in ("fit", "evaluate")
         ),
         ("predict", "UnavailableError worker 1 is lost: "),
-        ("stop", ""),  # TensorFlow's own words: its heartbeats tell
+        ("stop", ""),  # TensorFlow's own message
     ],
 )
-def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, said: str) -> None:
-    """By the type of the error the launcher tells that this failure followed from another one."""
+def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, message: str) -> None:
+    """The type of the error shows the launcher that another worker has failed first."""
     with reserved(2) as addresses, processes(tmp_path, Forks) as group:
         survivor, _ = (
             group.start(
@@ -45,8 +45,8 @@ def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, said: str) ->
             for index in range(2)
         )
         assert survivor.wait(LIMIT_S) == 3, group.logs()
-        found = group.output(0)
-        assert found.startswith(said), group.logs()
+        output = group.output(0)
+        assert output.startswith(message), group.logs()
         if how == "predict":
-            assert "call predict() on all workers alike, not only on the chief" in found
-        assert found.split()[0] in LOST_A_WORKER, group.logs()
+            assert "call predict() on all workers alike, not only on the chief" in output
+        assert output.split()[0] in LOST_A_WORKER, group.logs()

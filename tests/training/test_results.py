@@ -44,7 +44,7 @@ def of_keras() -> keras.Model:
 
 @pytest.mark.parametrize("make", [of_keras, OwnLogs])
 def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
-    found = []
+    results = []
     for is_prepared in (False, True):
         with make_strategy("one_device").scope():
             model = prepare(make()) if is_prepared else make()
@@ -52,9 +52,9 @@ def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
         named = model.evaluate(X, Y, verbose=0, return_dict=True)
         of_batch = model.test_on_batch(X, Y, return_dict=True)
         lists = [model.evaluate(X, Y, verbose=0), model.test_on_batch(X, Y)]
-        found.append((list(named.items()), list(of_batch.items()), *lists))
-    assert str(np.round(found[1][2:], 5)) == str(np.round(found[0][2:], 5))
-    for plain, ours in zip(*(each[:2] for each in found), strict=True):
+        results.append((list(named.items()), list(of_batch.items()), *lists))
+    assert str(np.round(results[1][2:], 5)) == str(np.round(results[0][2:], 5))
+    for plain, ours in zip(*(each[:2] for each in results), strict=True):
         assert [name for name, _ in ours] == [name for name, _ in plain]
 
 

@@ -39,7 +39,7 @@ from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.input.feed import (
-    GivenData,
+    DataArguments,
     array_source,
     make_feed,
     split_off_validation,
@@ -164,7 +164,7 @@ Result = TypeVar("Result")
 def _on_all_workers(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Returns a method that watches for missing workers, and whose error says that all call it."""
+    """Returns a method with a watchdog, whose errors say that every worker must call it."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -188,11 +188,7 @@ class DistributedModel(keras.Model):
     predict_function: Any
 
     def make_train_function(self, force: bool = False) -> None:
-        """Makes the function of a training execution, as Keras does before `fit`.
-
-        Args:
-            force: whether to make it again although there is one.
-        """
+        """Makes the function of a training execution, as Keras does before `fit`."""
         if self.train_function is None or force:
             reduction = self._reduction
 
@@ -202,18 +198,18 @@ class DistributedModel(keras.Model):
             for optimizer in model_checks.optimizers_of(self):
                 take_reduced_gradients(optimizer, reduce, take)
             watch_losses(self)
-            self.train_function = Execution(self, self._placement, training=True)
+            self.train_function = Execution(self, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function of an evaluation execution; see `make_train_function`."""
         if self.test_function is None or force:
             watch_losses(self)
-            self.test_function = Execution(self, self._placement, training=False)
+            self.test_function = Execution(self, training=False)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that predicts one batch; see `make_train_function`."""
         if self.predict_function is None or force:
-            self.predict_function = make_prediction(self, self._placement)
+            self.predict_function = make_prediction(self)
 
     @property
     def _reduction(self) -> dict[str, Any]:
@@ -230,11 +226,11 @@ class DistributedModel(keras.Model):
         On GPUs nothing is chosen. There an execution of one step already copies the batch of the
         next step to the GPU while it runs.
         """
-        given = int(self.steps_per_execution)
-        chosen = state_of(self).options.steps_per_execution == "auto" and given == 1
-        if not chosen or self.run_eagerly or self._placement.gpus:
-            return StepsPerExecution(given)
-        return StepsPerExecution(None, most=checkpoint.every_steps if checkpoint else None)
+        compiled = int(self.steps_per_execution)
+        is_auto = state_of(self).options.steps_per_execution == "auto" and compiled == 1
+        if not is_auto or self.run_eagerly or self._placement.gpus:
+            return StepsPerExecution(compiled)
+        return StepsPerExecution(None, maximum=checkpoint.every_steps if checkpoint else None)
 
     @property
     def _placement(self) -> Placement:
@@ -251,14 +247,7 @@ class DistributedModel(keras.Model):
     ) -> Any:
         """Returns the loss of this replica's rows, scaled as a part of the global loss.
 
-        See Keras' `Model.compute_loss`.
-
-        Args:
-            x: the inputs of this replica's rows.
-            y: the targets of this replica's rows.
-            y_pred: the outputs of the model for these rows.
-            sample_weight: the weights of these rows.
-            training: whether the loss is for training.
+        See Keras' `Model.compute_loss`, whose arguments these are, for the rows of this replica.
         """
         with losses.compiled_loss():
             return super().compute_loss(x, y, y_pred, sample_weight, training)
@@ -306,20 +295,17 @@ class DistributedModel(keras.Model):
             record = resume.find_record(self, checkpoint)
             drawn = same_data.draw_shuffle(self, shuffle) if shuffle else None
             seeds = resume.shuffle_of(record, drawn, state_of(self).options.seed is not None)
-            given = GivenData(x, y, sample_weight, batch_size, class_weight, seeds, steps_per_epoch)
+            data = DataArguments(
+                x, y, sample_weight, batch_size, class_weight, seeds, steps_per_epoch
+            )
             reading = state_of(self).reading
-            feed = make_feed(given, placement, reading, is_training=True)
+            feed = make_feed(data, placement, reading, is_training=True)
             validation = None
             if validation_data is not None:
                 xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
-                given = GivenData(
-                    xv,
-                    yv,
-                    wv,
-                    validation_batch_size or batch_size,
-                    steps_per_epoch=validation_steps,
-                )
-                validation = make_feed(given, placement, reading)
+                size = validation_batch_size or batch_size
+                data = DataArguments(xv, yv, wv, size, steps_per_epoch=validation_steps)
+                validation = make_feed(data, placement, reading)
             same_data.check_same_data(self, feed, validation)
             feed.begin_call()
             # A comparison with one device needs all slots before the first step. So does a
@@ -335,7 +321,9 @@ class DistributedModel(keras.Model):
             state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
             if record is None and epochs > initial_epoch:
-                verification.before_training(self, feed, count, tells=verbose not in (0, "0"))
+                verification.before_training(
+                    self, feed, count, reports_time=verbose not in (0, "0")
+                )
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             all_callbacks.on_train_begin()
             manager = None
@@ -394,8 +382,8 @@ class DistributedModel(keras.Model):
         model_checks.check_compiled(self)
         if self.test_function is None:
             relocation.enter(self)
-        given = GivenData(x, y, sample_weight, batch_size, steps_per_epoch=steps)
-        feed = make_feed(given, self._placement, state_of(self).reading)
+        data = DataArguments(x, y, sample_weight, batch_size, steps_per_epoch=steps)
+        feed = make_feed(data, self._placement, state_of(self).reading)
         feed.begin_call()
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
@@ -426,8 +414,8 @@ class DistributedModel(keras.Model):
         relocation.enter(self)
         # Each row has an output, so no example may be left out.
         reading = ReadOptions(state_of(self).reading.threads, keeps_each=True)
-        given = GivenData(x, batch_size=batch_size, steps_per_epoch=steps)
-        feed = make_feed(given, self._placement, reading)
+        data = DataArguments(x, batch_size=batch_size, steps_per_epoch=steps)
+        feed = make_feed(data, self._placement, reading)
         count = _steps_of(feed, steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
@@ -496,30 +484,19 @@ class DistributedModel(keras.Model):
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as Keras does, so that it loads without tfmulti.
 
-        Several workers may save to one `.keras` or `.h5` file. The file is then always whole, and
-        is that of one of them.
-
-        Args:
-            filepath: the file or folder.
-            overwrite: whether to replace what is there.
-            **kwargs: further arguments of Keras' `Model.save`.
+        See Keras' `Model.save`, whose arguments these are. Several workers may save to one `.keras`
+        or `.h5` file. The file is then always whole, and comes from one of the workers.
         """
         with self._replacing(filepath, overwrite) as path, model_checks.as_made(self):
             keras.Model.save(self, path, overwrite=overwrite, **kwargs)
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Saves the weights as Keras does. Several workers may save to one file, as in `save`.
-
-        Args:
-            filepath: the file, such as `model.weights.h5`.
-            overwrite: whether to replace what is there.
-            **kwargs: further arguments of Keras' `Model.save_weights`.
-        """
+        """Saves the weights as Keras does. Several workers may save to one file, as in `save`."""
         with self._replacing(filepath, overwrite) as path:
             keras.Model.save_weights(self, path, overwrite=overwrite, **kwargs)
 
     def _replacing(self, filepath: Any, overwrite: bool) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context that gives a path to write to, and moves the file to its place."""
+        """Returns a context that yields a path to write to, and moves the file to its place."""
         if self._placement.workers > 1 and overwrite and isinstance(filepath, (str, os.PathLike)):
             path = Path(filepath)
             if path.suffix in (".keras", ".h5") and path.parent.is_dir() and not path.is_dir():
@@ -532,16 +509,16 @@ class DistributedModel(keras.Model):
             return self.__reduce__()
 
 
-def _steps_of(feed: Feed, asked: int | None) -> int | None:
-    """Returns how many batches to read: as many as asked for, but each batch once at most."""
+def _steps_of(feed: Feed, requested: int | None) -> int | None:
+    """Returns how many batches to read: the requested number, but each batch once at most."""
     steps = feed.data.steps
-    if asked and feed.data.endless and steps is not None and asked > steps:
+    if requested and feed.data.endless and steps is not None and requested > steps:
         warnings.warn(
-            documented(f"the data ended after {steps} of {asked} steps. Ask for fewer steps."),
+            documented(f"the data ended after {steps} of {requested} steps. Ask for fewer steps."),
             stacklevel=4,
         )
         return steps
-    return asked or steps
+    return requested or steps
 
 
 @contextlib.contextmanager
@@ -567,8 +544,7 @@ def _callback_list(
     """Returns the callbacks that this worker runs; by default only the chief shows progress."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    chief = model._placement.is_chief
-    shown = (1 if chief else 0) if verbose == "auto" else int(verbose)
+    shown = int(model._placement.is_chief if verbose == "auto" else verbose)
     return keras.callbacks.CallbackList(
         worker_safe(callbacks, model._placement),
         add_history=history,

@@ -43,10 +43,10 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
         ModelError: there are several workers, and a callback is BackupAndRestore. It cannot be made
             safe, because each worker writes the same files.
     """
-    given = callbacks_in(callbacks)
+    all_callbacks = callbacks_in(callbacks)
     if placement.workers == 1:
-        return given
-    for callback in given:
+        return all_callbacks
+    for callback in all_callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ModelError(
                 "BackupAndRestore does not work with several workers: each one writes the same "
@@ -54,8 +54,8 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
                 "go on from it."
             )
     if placement.is_chief:
-        return given
-    return [callback for callback in given if not _is_for_chief(callback)]
+        return all_callbacks
+    return [callback for callback in all_callbacks if not _is_for_chief(callback)]
 
 
 def _is_for_chief(callback: keras.callbacks.Callback) -> bool:
@@ -80,10 +80,9 @@ def saving_elsewhere(
     checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
     paths = [checkpoint.filepath for checkpoint in checkpoints]
     with tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-") as folder:
-        for number, (checkpoint, path) in enumerate(zip(checkpoints, paths, strict=True)):
-            own = os.path.join(folder, str(number))
-            os.mkdir(own)
-            checkpoint.filepath = os.path.join(own, os.path.basename(path))
+        for checkpoint, path in zip(checkpoints, paths, strict=True):
+            subfolder = tempfile.mkdtemp(dir=folder)
+            checkpoint.filepath = os.path.join(subfolder, os.path.basename(path))
         try:
             yield
         finally:

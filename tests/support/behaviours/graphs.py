@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, here
 from tfmulti.distribution import collectives
-from tfmulti.training.input.feed import GivenData, make_feed
+from tfmulti.training.input.feed import DataArguments, make_feed
 from tfmulti.training.loop.stop_votes import Votes
 
 
 def graph_of(model: keras.Model, steps: int) -> Any:
     """Returns the graph of an execution of `steps` steps, with the functions that it calls."""
-    with contextlib.closing(make_feed(GivenData(X, Y, batch_size=24), here.placement)) as feed:
+    with contextlib.closing(make_feed(DataArguments(X, Y, batch_size=24), here.placement)) as feed:
         feed.begin_pass()
         source = feed.source(steps)
         execution = tf.function(

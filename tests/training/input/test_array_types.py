@@ -45,9 +45,9 @@ def test_arrays_have_the_types_of_plain_keras(floatx: str, dtype: str) -> None:
             if prepared:
                 prepare(model)
             model.compile("adam", "mse")
-            given = {"batch_size": 4, "verbose": 0}
-            history = model.fit(x, y, shuffle=False, validation_data=(x, y), **given).history
-            predicted = model.predict(x, **given)
+            options = {"batch_size": 4, "verbose": 0}
+            history = model.fit(x, y, shuffle=False, validation_data=(x, y), **options).history
+            predicted = model.predict(x, **options)
             results.append((sorted(set(model.types)), history, predicted.dtype, predicted.tolist()))
     finally:
         keras.config.set_floatx(before)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmulti import prepare
 from tfmulti.distribution.strategies import Placement
 from tfmulti.launch import heartbeat
-from tfmulti.training.input.feed import GivenData, make_feed
+from tfmulti.training.input.feed import DataArguments, make_feed
 
 pytestmark = pytest.mark.mirrored
 
@@ -42,19 +42,19 @@ def small_model() -> keras.Model:
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_data_that_ends_with_an_epoch_begins_again(steps: int) -> None:
-    found = []
+    results = []
     for model in (small_model(), prepare(small_model())):
-        counted = Steps()
+        steps_counter = Steps()
         data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
         with warnings.catch_warnings():
             # Keras warns, because the second epoch has only one of its two steps.
             warnings.simplefilter("ignore")
             history = model.fit(
-                data, epochs=4, steps_per_epoch=steps, verbose=0, callbacks=[counted]
+                data, epochs=4, steps_per_epoch=steps, verbose=0, callbacks=[steps_counter]
             ).history
-        found.append((counted.epochs, history["loss"]))
-    assert found[1][0] == found[0][0]
-    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+        results.append((steps_counter.epochs, history["loss"]))
+    assert results[1][0] == results[0][0]
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-6)
 
 
 class Noted(keras.utils.PyDataset):
@@ -94,40 +94,45 @@ class Rolled(keras.utils.PyDataset):
 
 def test_a_pydataset_that_changes_its_order_gives_that_of_plain_keras() -> None:
     """Keras calls `on_epoch_end` also before the first epoch and before each evaluation."""
-    found = []
-    for made in (small_model(), prepare(small_model())):
+    results = []
+    for model in (small_model(), prepare(small_model())):
         losses: list[float] = []
 
         def note(batch: int, logs: Any, losses: list[float] = losses) -> None:
             # This is the mean over the batches of the epoch so far.
             losses.append(logs["loss"])
 
-        told = keras.callbacks.LambdaCallback(on_train_batch_end=note)
-        told.on_test_batch_end = note
+        recorder = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        recorder.on_test_batch_end = note
         data, validation = Rolled(), Rolled()
-        made.fit(
-            data, validation_data=validation, epochs=3, shuffle=False, verbose=0, callbacks=[told]
+        model.fit(
+            data,
+            validation_data=validation,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=[recorder],
         )
-        made.fit(data, shuffle=False, verbose=0, callbacks=[told])
-        made.evaluate(validation, verbose=0, callbacks=[told])
-        outputs = made.predict(validation, verbose=0)
-        found.append((losses, outputs, data.order, validation.order))
-    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
-    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-6)
-    assert found[1][2:] == found[0][2:]
+        model.fit(data, shuffle=False, verbose=0, callbacks=[recorder])
+        model.evaluate(validation, verbose=0, callbacks=[recorder])
+        outputs = model.predict(validation, verbose=0)
+        results.append((losses, outputs, data.order, validation.order))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-6)
+    assert results[1][2:] == results[0][2:]
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_a_pydataset_that_changes_its_order_resumes_in_it(is_training: bool) -> None:
     """All passes of training are one call, and each evaluation is a separate call."""
     data, again = Rolled(), Rolled()
-    feed = make_feed(GivenData(data), Placement(0, 1, 1), is_training=is_training)
+    feed = make_feed(DataArguments(data), Placement(0, 1, 1), is_training=is_training)
     for passes in range(2):
         if not (is_training and passes):
             feed.begin_call()
         feed.begin_pass()
         feed.end_pass(complete=True)
-    resumed = make_feed(GivenData(again), Placement(0, 1, 1), is_training=is_training)
+    resumed = make_feed(DataArguments(again), Placement(0, 1, 1), is_training=is_training)
     if is_training:
         resumed.begin_call()
     resumed.set_state(feed.get_state(0))
@@ -155,13 +160,13 @@ def test_each_trace_of_an_execution_is_reported(
     """Otherwise a trace of a minute would count as a hanging step among steps of a millisecond."""
     traces: list[int] = []
     monkeypatch.setattr(heartbeat.Heartbeat, "tracing", lambda self: traces.append(1))
-    made = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
-    made.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), seed=1)
+    model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     x = np.zeros((24, 4), np.float32)
-    made.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
     first = len(traces)
     assert first >= 1
-    made.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
     assert len(traces) == first
-    made.evaluate(x, x[:, :1], batch_size=4, verbose=0)
+    model.evaluate(x, x[:, :1], batch_size=4, verbose=0)
     assert len(traces) > first

@@ -20,7 +20,7 @@ from tfmulti.data.batch_plan import BatchPlan
 from tfmulti.data.buffers import empty
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
-from tfmulti.training.input.feed import GivenData, make_feed
+from tfmulti.training.input.feed import DataArguments, make_feed
 from tfmulti.training.input.prefetcher import as_tensor, prefetcher_of
 
 pytestmark = pytest.mark.mirrored
@@ -127,7 +127,7 @@ def test_a_tensor_is_the_memory_of_its_array() -> None:
 
 def test_an_evaluation_begins_where_the_last_one_ended() -> None:
     source = ArraySource((np.arange(10, dtype=np.float32),))
-    feed = make_feed(GivenData(source, batch_size=4), ALONE)
+    feed = make_feed(DataArguments(source, batch_size=4), ALONE)
     for _ in range(3):
         feed.begin_pass()
         queue = feed.source(1)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
 from tfmulti.training.input import positions
-from tfmulti.training.input.feed import GivenData, make_feed
+from tfmulti.training.input.feed import DataArguments, make_feed
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.input.shuffle import Shuffle
 
@@ -102,13 +102,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(DATASETS))
 def test_a_dataset_resumes_at_once_from_every_batch(name: str) -> None:
     """If the position lacks the state of an ended shuffle, the pass is read from its start."""
-    whole = values(begun(make_feed(GivenData(DATASETS[name]()), ALONE)), 50)
+    whole = values(begun(make_feed(DataArguments(DATASETS[name]()), ALONE)), 50)
     at_once = 0
     for batches in (1, 3, 5, 6, 7, 8, 9, 12, 24, 25, 26):
-        feed = make_feed(GivenData(DATASETS[name]()), ALONE)
+        feed = make_feed(DataArguments(DATASETS[name]()), ALONE)
         values(begun(feed), batches)
         state = feed.get_state(batches)
-        again = make_feed(GivenData(DATASETS[name]()), ALONE)
+        again = make_feed(DataArguments(DATASETS[name]()), ALONE)
         again.set_state(state)
         iterator = begun(again, batches)
         at_once += iterator.reads == 0
@@ -140,7 +140,7 @@ def _generator() -> Iterator[np.ndarray]:
     ],
 )
 def test_data_without_a_position_is_read_again(make: Make) -> None:
-    feed = make_feed(GivenData(make()), ALONE)
+    feed = make_feed(DataArguments(make()), ALONE)
     values(begun(feed), 3)
     assert "iterator" not in feed.get_state(3)
 
@@ -224,7 +224,7 @@ def rest_of_pass(feed: Any) -> list[Any]:
 
 def new_feed(make: Make) -> Any:
     tf.random.set_seed(5)
-    return make_feed(GivenData(make()), ALONE)
+    return make_feed(DataArguments(make()), ALONE)
 
 
 @pytest.mark.usefixtures("watched")
@@ -355,15 +355,15 @@ def test_a_position_is_valid_on_any_number_of_workers(place: Placement, ends: bo
         iterator = begun(feed, batches)
         return values(iterator, 16 - batches), iterator.reads - (16 - batches)
 
-    whole, _ = rest(make_feed(GivenData(make()), place), 0)
-    chief = make_feed(GivenData(make()), Placement(0, 2, 1))
+    whole, _ = rest(make_feed(DataArguments(make()), place), 0)
+    chief = make_feed(DataArguments(make()), Placement(0, 2, 1))
     iterator = begun(chief)
     for batches in range(1, 16):
         values(iterator, 1)
-        again = make_feed(GivenData(make()), place)
+        again = make_feed(DataArguments(make()), place)
         again.set_state(chief.get_state(batches))
-        found, reads = rest(again, batches)
-        assert found == whole[batches:]
+        values_read, reads = rest(again, batches)
+        assert values_read == whole[batches:]
         assert reads == 0 or (ends and reads == batches)
 
 
@@ -373,7 +373,7 @@ def test_an_abandoned_pass_is_not_continued(name: str) -> None:
     iterator = iter(dataset)
     next(iterator)
     expected = [batch.numpy().tolist() for batch in dataset]
-    feed = make_feed(GivenData(ENDING[name]()), ALONE)
+    feed = make_feed(DataArguments(ENDING[name]()), ALONE)
     next(begun(feed))
     feed.end_pass()
     assert "iterator" not in feed.get_state(1)
@@ -384,7 +384,7 @@ def test_an_abandoned_pass_is_not_continued(name: str) -> None:
 def test_a_position_is_not_ahead_of_the_steps() -> None:
     """`verify` takes the first batches together, and the steps get them again one by one."""
     feed = new_feed(ENDING["shuffled"])
-    Trial(feed, 2, 2, sure=True)
+    Trial(feed, 2, 2, is_long_enough=True)
     feed.begin_pass()
     for batches in (1, 2):
         feed.source(1)
@@ -396,7 +396,7 @@ def test_a_position_of_another_dataset_is_not_used() -> None:
     values(begun(feed), 5)
     state = feed.get_state(5)
     assert state["iterator"]
-    other = make_feed(GivenData(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
+    other = make_feed(DataArguments(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
     other.set_state(state)
     assert values(begun(other, 2), 1) == [[12, 13, 14, 15]]
 
@@ -436,13 +436,13 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
     shuffle: Shuffle | None, workers: int
 ) -> None:
     """Reader threads hold batches that no step has taken. These batches must not appear later."""
-    feed = make_feed(GivenData(Batches(workers), shuffle=shuffle), ALONE, is_training=True)
+    feed = make_feed(DataArguments(Batches(workers), shuffle=shuffle), ALONE, is_training=True)
     whole = []
     for _ in range(4):
         whole.append(rest_of(begun(feed)))
         feed.end_pass(complete=True)
     inner = Batches(workers)
-    again = make_feed(GivenData(inner, shuffle=shuffle), ALONE, is_training=True)
+    again = make_feed(DataArguments(inner, shuffle=shuffle), ALONE, is_training=True)
     inner.read.clear()
     again.set_state({"passes": 1})
     assert not inner.read

@@ -27,13 +27,13 @@ def _without_a_seed() -> Iterator[None]:
 
 def weights_of_steps(model: keras.Model, **options: Any) -> np.ndarray:
     """Returns the weight after each step, which tells the rows of the batch."""
-    found: list[float] = []
-    moved = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: found.append(float(model.get_weights()[0][0, 0]))
+    weights: list[float] = []
+    recorder = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: weights.append(float(model.get_weights()[0][0, 0]))
     )
     model.set_weights([np.zeros((1, 1), np.float32)])
-    model.fit(X, X, verbose=0, callbacks=[moved], epochs=3, **options)
-    return np.array(found)
+    model.fit(X, X, verbose=0, callbacks=[recorder], epochs=3, **options)
+    return np.array(weights)
 
 
 def new_model() -> keras.Model:
@@ -42,7 +42,7 @@ def new_model() -> keras.Model:
 
 
 def both(seed: int | None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    found = []
+    weights = []
     for is_prepared in (False, True):
         if seed is not None:
             keras.utils.set_random_seed(seed)
@@ -51,8 +51,8 @@ def both(seed: int | None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
             model = prepare(new_model()) if is_prepared else new_model()
             model.compile(keras.optimizers.SGD(1e-5), "mse")
         keras.random.normal((2,))
-        found.append(weights_of_steps(model, **options))
-    return found[0], found[1]
+        weights.append(weights_of_steps(model, **options))
+    return weights[0], weights[1]
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31])

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
-from tfmulti.distribution.strategies import Placement
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step import warn_of_unknown
@@ -55,7 +54,7 @@ def test_a_passed_comparison_does_not_speak_for_later_iterations_of_a_loop(
     state.traced.unknown[operation] = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_unknown(model, Placement(0, 1, 2), "train_step")
+        warn_of_unknown(model, "train_step")
     messages = [str(warning.message) for warning in caught]
     assert not state.traced.unknown
     if expected is None:

@@ -13,7 +13,7 @@ def measured(
     step_s: float, outside_s: float, steps_left: int, *, most: int | None = None
 ) -> StepsPerExecution:
     """Returns a chosen number after its trials. The first was compiled and took a second."""
-    chosen = StepsPerExecution(None, most=most)
+    chosen = StepsPerExecution(None, maximum=most)
     for number in range(TRIALS + 2):
         inside_s = COMPILED_S if number == 0 else step_s - outside_s
         chosen.add(inside_s + outside_s, inside_s, steps_left)

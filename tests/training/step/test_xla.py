@@ -13,7 +13,7 @@ from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKE
 pytestmark = pytest.mark.multiworker
 
 # Why XLA cannot compile a network. The second reason holds only for several replicas.
-HINDRANCES = {
+OBSTACLES = {
     "dense": None,
     "normalized": "takes the statistics of all replicas",
     "dropped": "draws random numbers",
@@ -21,14 +21,14 @@ HINDRANCES = {
 
 
 @behaviour(xla.passes_compiled_by_xla, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
-@pytest.mark.parametrize("network", HINDRANCES)
+@pytest.mark.parametrize("network", OBSTACLES)
 def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network: str) -> None:
     for worker in results:
         plain, by_xla = worker[network]
         local_replicas = 2 if place == TWO_REPLICAS else 1
-        hindrance = HINDRANCES[network]
+        obstacle = OBSTACLES[network]
         if place == ONE_DEVICE and network == "normalized":
-            hindrance = None
+            obstacle = None
         assert plain["functions"] == 0
         assert plain["warned"] == []
         for one, other in zip(plain["weights"], by_xla["weights"], strict=True):
@@ -36,9 +36,9 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
         for key, values in plain["logs"].items():
             np.testing.assert_allclose(by_xla["logs"][key], values, rtol=1e-6)
         assert by_xla["collectives"] == plain["collectives"]
-        if hindrance:
+        if obstacle:
             assert by_xla["functions"] == 0
-            assert all(hindrance in text for text in by_xla["warned"])
+            assert all(obstacle in text for text in by_xla["warned"])
             assert by_xla["warned"]
         else:
             assert by_xla["warned"] == []

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tfmulti.training.verification.comparison import (
-    MOVED_BY,
+    PERTURBED_BY,
     Difference,
     Quantity,
     compare,
     draws_in_words,
     first_of,
     in_words,
-    moved_by_digits,
+    perturbed,
 )
 
 WEIGHT, LOSS = Quantity("weight", "w"), Quantity("log", "loss")
@@ -37,7 +37,7 @@ def test_a_small_update_of_a_large_weight_counts() -> None:
 
 
 def test_forty_times_the_effect_of_a_digit_is_allowed() -> None:
-    moved = ONES + np.float32(0.01 * MOVED_BY)
+    moved = ONES + np.float32(0.01 * PERTURBED_BY)
     assert compare(LOSS, ONES + np.float32(0.39), ONES, moved).excess < 1
     assert compare(LOSS, ONES + np.float32(0.41), ONES, moved).excess > 1
 
@@ -59,11 +59,11 @@ def test_another_shape_is_a_difference() -> None:
 def test_weights_are_moved_by_their_last_digits() -> None:
     rng = np.random.default_rng(0)
     value = np.array([0.5, -2.0, 3.0], np.float32)
-    moved = moved_by_digits(value, rng, 0.0)
+    moved = perturbed(value, rng, 0.0)
     digits = np.abs(moved - value) / np.spacing(np.abs(value))
-    assert (digits >= MOVED_BY / 2).all()
-    assert (digits <= MOVED_BY * 2).all()
-    coarse = moved_by_digits(value, rng, 2.0**-8)
+    assert (digits >= PERTURBED_BY / 2).all()
+    assert (digits <= PERTURBED_BY * 2).all()
+    coarse = perturbed(value, rng, 2.0**-8)
     assert np.abs(coarse / value - 1) == pytest.approx(np.full(3, 2.0**-8))
 
 

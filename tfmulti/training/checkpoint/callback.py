@@ -1,11 +1,11 @@
-"""The callback `Checkpoint`: a run that was stopped goes on as if it had not been.
+"""The callback `Checkpoint`: a run that was stopped continues as if it had never stopped.
 
     model = prepare(build())
     model.fit(x, y, epochs=90, callbacks=[Checkpoint("runs/a/checkpoints")])
 
 Every worker gives the callback to `fit`. `fit` asks it when a checkpoint is due and where to begin.
-Only the chief reads and writes checkpoints. The other workers only look whether they see the folder
-at all: after a restart, any of them may be the chief.
+Only the chief reads and writes checkpoints. The other workers check that they see the folder,
+because any of them may be the chief after a restart.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ def callbacks_in(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Returns the callbacks of what `fit` takes: one callback, several, a CallbackList or None."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
-    given = callbacks if isinstance(callbacks, Collection) else [callbacks]
-    return [callback for callback in given if callback is not None]
+    several = callbacks if isinstance(callbacks, Collection) else [callbacks]
+    return [callback for callback in several if callback is not None]
 
 
 class Checkpoint(keras.callbacks.Callback):
     """Keeps the newest checkpoints of a run in a folder, and resumes from the newest whole one.
 
     A resumed run has the same numbers as a run that was never stopped. A checkpoint holds the
-    weights, the optimizer, the metrics of the current epoch, the position in the data, the state of
-    random generators, and what callbacks know. That is so for EarlyStopping, ReduceLROnPlateau and
-    a callback of your own: its attributes with plain values, or what its `get_state()` returns.
+    weights, the optimizer, the metrics of the current epoch, the position in the data, and the
+    states of random generators and callbacks. The state of a callback, such as EarlyStopping or a
+    callback of your own, is its attributes with plain values, or what its `get_state()` returns.
 
-    A `tf.data.Dataset` goes on at its position at once, on any number of workers. TensorFlow cannot
-    save the position of a generator, or of random numbers without a seed. Such data is read again
-    up to the position, and must give the same batches again.
+    A `tf.data.Dataset` continues at its position at once, on any number of workers. TensorFlow
+    cannot save the position of a generator, or of random numbers without a seed. Such data is read
+    again up to the position, and must give the same batches again.
 
     Args:
-        folder: the folder of this run's checkpoints, which every worker must see. None on a worker
-            that is never the chief says that it need not see the folder.
+        folder: the folder of this run's checkpoints, which every worker must see. A worker that is
+            never the chief may be given None. It then need not see the folder.
         every_steps: makes a checkpoint each time that this number of steps has ended. None makes
             checkpoints by time only.
         every_s: makes a checkpoint when the last one is this number of seconds old. None makes
@@ -63,8 +63,8 @@ class Checkpoint(keras.callbacks.Callback):
     Attributes:
         resume: the argument `resume`.
         every_steps: the argument `every_steps`.
-        every_epoch: whether a checkpoint is made after each epoch, too. A subclass may say so, on
-            all workers alike.
+        every_epoch: whether a checkpoint is made after each epoch, too. A subclass may set it to
+            True on all workers.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -159,19 +159,19 @@ class Checkpoint(keras.callbacks.Callback):
                     "folder, or resume='auto' to go on with that run."
                 )
             return None
-        record, wrong = self._checkpoints.newest()
-        for message in wrong:
+        record, problems = self._checkpoints.newest()
+        for problem in problems:
             older = f"going on from step {record.step}" if record else "no older one is whole"
-            say(f"the checkpoint {message}; {older}.")
-        if record is None and (self.resume == "must" or wrong):
+            say(f"the checkpoint {problem}; {older}.")
+        if record is None and (self.resume == "must" or problems):
             raise ResumeError(
                 f"there is no whole checkpoint in {folder} to resume from. Give the folder of a "
                 "run that has one, or begin a new run in a new folder."
             )
-        saved = saved_before(str(folder.absolute()))
-        if saved > (record.step if record else -1) and not wrong:
+        saved_step = saved_before(str(folder.absolute()))
+        if saved_step > (record.step if record else -1) and not problems:
             raise ResumeError(
-                f"this job made a checkpoint at step {saved} in {folder}, which "
+                f"this job made a checkpoint at step {saved_step} in {folder}, which "
                 f"{socket.gethostname()} does not see. Put the folder where all machines see it, "
                 "such as on NFS."
             )
@@ -185,9 +185,9 @@ class Checkpoint(keras.callbacks.Callback):
         return self._checkpoints.folder
 
     def token(self) -> str:
-        """Returns the text by which other workers recognise the folder. Only the chief calls it.
+        """Returns the text in the folder by which other workers recognise it.
 
-        It is empty if the disk is full, so that the folder has no such text.
+        Only the chief calls it. The text is empty if the disk was too full to write it.
         """
         return self._ownership.token if self._ownership.is_written() else ""
 
@@ -216,7 +216,7 @@ class Checkpoint(keras.callbacks.Callback):
             self.finish()
 
     def kept(self, epoch: int, step: int, logs: Mapping[str, Any]) -> None:
-        """Does nothing. Every worker calls it when a checkpoint was made, for subclasses.
+        """Does nothing. A subclass may override it. Every worker calls it after each checkpoint.
 
         The chief may still be writing the file; `finish` waits for it.
 

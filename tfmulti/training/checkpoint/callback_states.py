@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -42,11 +42,9 @@ _SETTINGS = ("params", "min_delta")
 class CallbackStates:
     """The states of callbacks, as they have changed since this object was made.
 
-    Attributes with plain values and arrays are captured if they have changed. Examples are the
-    patience and the best weights of EarlyStopping, the best value of ModelCheckpoint, and the
-    counts of a callback of the user's own. Settings do not change, so they are not captured. An
-    attribute of a class that derives from a plain one, such as a defaultdict, a deque or an
-    IntEnum, keeps its class.
+    Attributes with plain values and arrays are captured if they have changed, such as the best
+    weights of EarlyStopping. Settings do not change, so they are not captured. An attribute of a
+    class that derives from a plain one, such as a defaultdict or an IntEnum, keeps its class.
 
     Args:
         callbacks: the callbacks of `fit`, after it has called `on_train_begin`.
@@ -70,11 +68,7 @@ class CallbackStates:
         }
 
     def restore(self, saved: Tree) -> None:
-        """Restores the states of the callbacks that both runs have.
-
-        Args:
-            saved: what `capture` returned.
-        """
+        """Restores the states of the callbacks that both runs have."""
         for name, callback in self._callbacks.items():
             state = saved.get(name)
             if state is None:
@@ -101,7 +95,7 @@ class CallbackStates:
     def _changes(self, name: str, callback: keras.callbacks.Callback) -> Tree:
         """Returns the attributes of a callback that have changed."""
         before, changes = self._before[name], {}
-        known = type(callback).__module__.startswith(("keras.", "tfmulti."))
+        is_known = type(callback).__module__.startswith(("keras.", "tfmulti."))
         for key, value in _attributes(callback).items():
             if key in before and _same(before[key], value):
                 continue
@@ -110,14 +104,14 @@ class CallbackStates:
                 changes[key] = value
             # Attributes of Keras' callbacks that are not plain are writers and functions, which
             # belong to the process and not to the run.
-            elif not known:
+            elif not is_known:
                 self._leave_out(f"attribute {key!r}", callback, reason)
         return changes
 
-    def _leave_out(self, what: str, callback: Any, reason: object) -> None:
-        """Notes in `left_out` what is left out and why."""
+    def _leave_out(self, part: str, callback: Any, reason: object) -> None:
+        """Adds a sentence to `left_out` that says why a part of a state is left out."""
         self.left_out.append(
-            f"the {what} of the callback {type(callback).__qualname__} is not in the checkpoints, "
+            f"the {part} of the callback {type(callback).__qualname__} is not in the checkpoints, "
             f"since {reason}; a resumed run starts it from its initial value. Give the "
             "callback get_state() and set_state(state), of plain values and arrays."
         )
@@ -143,12 +137,16 @@ def _texts_in(value: Any) -> Iterator[str | bytes]:
     """Yields all texts in a plain value, without the keys of dicts."""
     if isinstance(value, (str, bytes)):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _texts_in(each)
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        for each in value:
-            yield from _texts_in(each)
+    else:
+        for item in _items_of(value):
+            yield from _texts_in(item)
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Returns the items of a container, or nothing for any other value."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set, frozenset, deque)) else ()
 
 
 def _looks_like_a_path(text: str | bytes) -> bool:
@@ -172,15 +170,12 @@ def _has_own_state(callback: Any) -> bool:
 class _NotPlain:
     """Stands for an attribute whose value is not plain.
 
-    `objects` has the ids of the value and of the items that it holds. Two are the same if these ids
-    are.
+    `objects` has the ids of the value and of its items. The attribute has not changed as long as
+    these ids are the same.
     """
 
     def __init__(self, value: Any, error: NotPlainError) -> None:
-        self.error = error
-        parts = value.values() if isinstance(value, dict) else value
-        held = isinstance(value, (dict, list, tuple, set, frozenset, deque))
-        self.objects = [id(value), *(map(id, parts) if held else [])]
+        self.error, self.objects = error, [id(value), *map(id, _items_of(value))]
 
 
 def _named(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, Any]:
@@ -209,7 +204,7 @@ def _attributes(callback: Any) -> Tree:
 
 
 def _base(value: Any) -> Any:
-    """Returns the plain value that a value of a derived class holds, and others as they are."""
+    """Returns the plain value that a value of a derived class holds, or any other value itself."""
     if isinstance(value, deque):
         return list(value)
     if isinstance(value, (bool, np.generic)):
@@ -222,9 +217,9 @@ def _base(value: Any) -> Any:
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """Returns a saved value as a value of the class that the attribute has here.
+    """Returns a saved value in the class of the attribute's current value.
 
-    A container that is here is filled with the saved items, and returned.
+    If the current value is a container, it is filled with the saved items and returned.
     """
     if type(current) is type(saved) or current is None:
         return saved
@@ -246,8 +241,8 @@ def _like(current: Any, saved: Any) -> Any:
 def _same(left: Any, right: Any) -> bool:
     """Returns whether two values of `_attributes` have the same type and are equal."""
     if isinstance(left, _NotPlain) or isinstance(right, _NotPlain):
-        both = isinstance(left, _NotPlain) and isinstance(right, _NotPlain)
-        return both and left.objects == right.objects
+        are_both = isinstance(left, _NotPlain) and isinstance(right, _NotPlain)
+        return are_both and left.objects == right.objects
     return type(left) is type(right) and _same_values(left, right)
 
 

@@ -1,12 +1,12 @@
 """Writes and reads checkpoints: the position of a run as one file, which is whole or absent.
 
-A record holds what a run needs to go on as if it had never stopped. It is a tree of plain values
+A record holds what a run needs to continue as if it had never stopped. It is a tree of plain values
 (position, seeds, states of callbacks) and arrays (weights, slots, metrics of the current epoch).
 
-A record becomes one `.npz` file. It holds the arrays as NumPy writes them, and `record.json`. That
-has the tree and the SHA-256 of every array. These digests and zip's own checksums tell a damaged
-file from a whole one. `DamagedCheckpointError` holds the reason, and `callback.Checkpoint` makes
-the message of it.
+A record becomes one `.npz` file. It holds the arrays as NumPy writes them, and `record.json`, which
+has the tree and the SHA-256 of every array. These digests and zip's own checksums show whether a
+file is damaged. `DamagedCheckpointError` holds the reason, from which `callback.Checkpoint` makes
+its message.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def from_bytes(data: bytes) -> Record:
 class Checkpoints:
     """The newest checkpoints of a run in one folder. Only the chief reads and writes them.
 
-    Only files are removed that this object has written, has read and found damaged, or has gone on
-    from: those that `newest` found in the folder, up to the record that it returned. So a process
-    that was cut off cannot remove what another one has written since, and the checkpoints of many
-    restarts do not add up.
+    This object removes three kinds of files: those that it has written, those that it has read and
+    found damaged, and the record that `newest` returned with all older ones. So the checkpoints of
+    many restarts do not add up. A process that lost its connection cannot remove what another
+    process has written since.
 
     Args:
         folder: the folder; it is made when the first checkpoint is written.
@@ -142,7 +142,7 @@ class Checkpoints:
         # The files that `newest` has read and found damaged.
         self._damaged: set[Path] = set()
         # The whole files that this object may remove.
-        self._own: set[Path] = set()
+        self._removable: set[Path] = set()
 
     def files(self) -> list[Path]:
         """Returns the files of all checkpoints, the newest first."""
@@ -175,32 +175,31 @@ class Checkpoints:
                 raise DamagedCheckpointError(f"{path} does not hold what was written to it")
             self._check()
         self._damaged.discard(path)
-        self._own.add(path)
-        own = sorted(self._own, key=_step_of, reverse=True)
-        older = [old for old in own if _step_of(old) <= record.step]
-        for old in [*older[self._keep :], *self._damaged]:
+        self._removable.add(path)
+        removable = sorted(self._removable, key=_step_of, reverse=True)
+        older = [file for file in removable if _step_of(file) <= record.step]
+        for file in [*older[self._keep :], *self._damaged]:
             self._check()
-            old.unlink(missing_ok=True)
-            self._own.discard(old)
+            file.unlink(missing_ok=True)
+            self._removable.discard(file)
         self._damaged.clear()
         return path
 
     def newest(self) -> tuple[Record | None, list[str]]:
-        """Returns the newest whole record, or None, and what is wrong with the newer files."""
-        wrong: list[str] = []
+        """Returns the newest whole record, or None, and the problems of newer files."""
+        problems: list[str] = []
         files = self.files()
         for number, path in enumerate(files):
             try:
                 # A file that is larger than the memory is sparse, or no checkpoint of this machine.
                 record = from_bytes(read_small(path, memory_bytes()))
-                self._own.update(files[number:])
-                return record, wrong
-            except DamagedCheckpointError as error:
-                self._damaged.add(path)
-                wrong.append(f"{path}: {error}")
-            except OSError as error:
-                wrong.append(f"{path}: {error}")
-        return None, wrong
+                self._removable.update(files[number:])
+                return record, problems
+            except (DamagedCheckpointError, OSError) as error:
+                if isinstance(error, DamagedCheckpointError):
+                    self._damaged.add(path)
+                problems.append(f"{path}: {error}")
+        return None, problems
 
 
 def _step_of(path: Path) -> int:

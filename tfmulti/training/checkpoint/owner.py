@@ -3,14 +3,14 @@
 The owner writes `owner.json` into the folder, with its run, attempt, host and process. These are
 the rules:
 
-1. While the owner lives, it touches the file every two seconds. Other processes see from that that
-   it lives. This works on NFS, too, and does not depend on the clocks of the machines.
+1. While the owner lives, it touches the file every two seconds. This shows other processes that the
+   owner lives. It works on NFS, too, and does not depend on the clocks of the machines.
 2. A second process is refused while the owner lives. A later attempt of the same job takes over at
    once, because the launcher has given up the earlier attempt.
 3. An owner checks the file before it writes or removes anything, and each time it touches the file.
    If the folder has a new owner, the process ends.
 4. The file stays after its owner has ended. So an earlier attempt that was suspended for a while
-   still finds it.
+   still sees that the folder has another owner.
 
 The number of the attempt serves as a fencing token (Kleppmann, "How to do distributed locking",
 2016).
@@ -58,7 +58,7 @@ _MOST_BYTES = 4096
 
 
 class NotOwnerError(TfmultiError):
-    """Raised if another process owns the folder, so that this one must not write there."""
+    """Raised if another process owns the folder, so that this process must not write there."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,9 @@ class Ownership:
         return self._mine.token
 
     def is_written(self, token: str | None = None) -> bool:
-        """Returns whether the file has a token, and waits a while for the token of another machine.
+        """Returns whether the file has the token of another process, or else of this process.
 
-        Args:
-            token: the token of the process that has taken the folder. None: of this process.
+        It waits up to `SEEN_S` for the token of another process.
         """
         until = time.monotonic() + (SEEN_S if token else 0.0)
         while True:
@@ -152,7 +151,7 @@ class Ownership:
         """Takes the folder. Every `take` needs a `release`.
 
         The call decides at once if the last owner has given the folder back, ran on this machine,
-        or is an earlier attempt of this job. Otherwise it may watch the file for up to `SILENT_S`
+        or is an earlier attempt of this job. Otherwise it watches the file for up to `SILENT_S`
         seconds to see whether that owner lives.
 
         Raises:
@@ -234,20 +233,16 @@ class Ownership:
             )
 
     def end(self, error: NotOwnerError) -> None:
-        """Prints an error, and ends this process with the exit code of a failure.
-
-        Args:
-            error: tells who owns the folder.
-        """
-        # Printing blocks for ever if the reader of this process' output has stopped reading. The
-        # timer then ends the process.
-        late = threading.Timer(BEAT_S, self._end, [EXIT_FAILED])
-        late.daemon = True
-        late.start()
+        """Prints an error, and ends this process with the exit code of a failure."""
+        # Printing blocks for ever if the reader of this process' output has stopped reading. Then
+        # the timer ends the process.
+        timer = threading.Timer(BEAT_S, self._end, [EXIT_FAILED])
+        timer.daemon = True
+        timer.start()
         with contextlib.suppress(OSError, ValueError):
             print_error(error)
             sys.stdout.flush()
-        late.cancel()
+        timer.cancel()
         self._end(EXIT_FAILED)
 
     def _owner_that_lives(self) -> Owner | None:
@@ -267,10 +262,10 @@ class Ownership:
             file=sys.stderr,
             flush=True,
         )
-        first, until = _touched(self._path), time.monotonic() + SILENT_S
+        touched, until = _touched(self._path), time.monotonic() + SILENT_S
         while time.monotonic() < until:
             time.sleep(_LOOK_S)
-            if _touched(self._path) != first:
+            if _touched(self._path) != touched:
                 return _read(self._path)
         return None
 
@@ -333,7 +328,7 @@ def ownership_of(folder: Path) -> Ownership:
 def fence_of(folder: Path) -> Callable[[], None]:
     """Returns a check that raises NotOwnerError once the folder has another owner than now.
 
-    It is for the workers that own no folder, and write files of their own beside it.
+    Workers that do not own the folder call it before they write their own files beside it.
     """
     path, token = folder / FILE, ""
 
@@ -356,26 +351,26 @@ def fence_of(folder: Path) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Locks a folder inside the context, against other processes of this machine.
+    """Locks a folder inside the context, so that no other process of this machine can lock it.
 
-    The context gives whether the folder is locked.
+    It yields False if the file system cannot lock folders, such as NFS.
 
     Raises:
         ResumeError: another process keeps the folder locked.
     """
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield _is_locked(number, folder)
+        yield _lock(descriptor, folder)
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
-def _is_locked(number: int, folder: Path) -> bool:
+def _lock(descriptor: int, folder: Path) -> bool:
     """Locks a folder, and returns False if its file system cannot lock folders, such as NFS."""
     until = time.monotonic() + SILENT_S + 5.0
     while True:
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > until:
@@ -447,5 +442,5 @@ def _is_hidden(pid: int) -> bool:
     except PermissionError:
         return True
     except (OSError, OverflowError):
-        return False
+        pass
     return False

@@ -17,11 +17,11 @@ A record's tree has these entries:
     callbacks   `callback_states`
     lost        how many examples could not be read
 
-An evaluation changes `feeds`, `model`, `callbacks` and `lost`, but neither weights nor
-slots. If training is stopped in a validation, the checkpoint has these entries from before the
-validation. So the resumed run repeats the whole validation.
+An evaluation changes `feeds`, `model`, `callbacks` and `lost`, but neither weights nor slots. If
+training is stopped in a validation, the checkpoint has these entries from before the validation. So
+the resumed run repeats the whole validation.
 
-Functions without a note of their own run on every worker.
+Every worker calls the functions of this module, unless their docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Progress:
         epoch: the number of whole epochs.
         step: the steps of the next epoch that have ended.
         logs: the logs of these steps.
-        goes_on: whether the next step takes from the iterator in use. Otherwise it begins another.
+        goes_on: whether the pass over the data continues with the next step.
         batches: the batches that the iterator in use has given in its pass.
         lost: the examples of this pass over the data that could not be read.
         is_over: whether a callback has ended the training.
@@ -83,7 +83,7 @@ def checkpoint_in(callbacks: Any) -> Iterator[Checkpoint | None]:
     Raises:
         ConfigError: there are several Checkpoint callbacks.
     """
-    checkpoints = [each for each in callbacks_in(callbacks) if isinstance(each, Checkpoint)]
+    checkpoints = [c for c in callbacks_in(callbacks) if isinstance(c, Checkpoint)]
     if len(checkpoints) > 1:
         raise ConfigError(f"fit was given {len(checkpoints)} Checkpoint callbacks. Give one.")
     if not checkpoints:
@@ -138,7 +138,7 @@ def find_record(model: keras.Model, checkpoint: Checkpoint | None) -> Record | N
     if placement_of(strategy).is_chief:
         try:
             record = checkpoint.newest()
-        # The other workers wait in the broadcast, so the chief must not raise the error before.
+        # The other workers wait in the broadcast, so the chief raises the error only after it.
         except Exception as raised:
             error = raised
     reason = None if error is None else str(error) or type(error).__name__
@@ -147,12 +147,12 @@ def find_record(model: keras.Model, checkpoint: Checkpoint | None) -> Record | N
         raise ResumeError(message.decode()) from None
     if placement_of(strategy).workers == 1:
         return record
-    _check_seen(strategy, checkpoint)
+    _check_folder_is_seen(strategy, checkpoint)
     data = broadcast(strategy, file_format.to_bytes(record) if record else None)
     return None if data is None else file_format.from_bytes(data)
 
 
-def _check_seen(strategy: tf.distribute.Strategy, checkpoint: Checkpoint) -> None:
+def _check_folder_is_seen(strategy: tf.distribute.Strategy, checkpoint: Checkpoint) -> None:
     """Raises RunDirError on all workers if one of them does not see the chief's folder.
 
     The next attempt may have another chief, which would find no checkpoint and begin anew.
@@ -160,10 +160,10 @@ def _check_seen(strategy: tf.distribute.Strategy, checkpoint: Checkpoint) -> Non
     placement = placement_of(strategy)
     token = broadcast(strategy, checkpoint.token().encode() if placement.is_chief else None)
     assert token is not None
-    seen = gather(strategy, [placement.is_chief or checkpoint.sees(token.decode())])
-    blind = [str(rank) for rank, (sees,) in enumerate(seen) if not sees]
-    if blind:
-        workers = f"worker{'s' if len(blind) > 1 else ''} {', '.join(blind)}"
+    answers = gather(strategy, [placement.is_chief or checkpoint.sees(token.decode())])
+    ranks = [str(rank) for rank, (sees,) in enumerate(answers) if not sees]
+    if ranks:
+        workers = f"worker{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
         raise RunDirError(
             f"{workers} cannot see worker 0's folder of checkpoints ({checkpoint.folder}). Give a "
             "folder that all machines share, such as on NFS. If worker 0 never moves to another "
@@ -282,11 +282,11 @@ class CheckpointManager:
         assert self._record is not None
         tree = self._record.tree
         # An older version could average the weights of workers that trained alone.
-        every = (tree.get("apart") or {}).get("sync_every")
-        if every is not None:
+        sync_every = (tree.get("apart") or {}).get("sync_every")
+        if sync_every is not None:
             raise ResumeError(
-                f"saved sync_every={every}, which this version does not have. Begin a new run in a "
-                "new folder."
+                f"saved sync_every={sync_every}, which this version does not have. Begin a new run "
+                "in a new folder."
             )
         for name, feed in () if has_ended else self._feeds.items():
             state = tree["feeds"][name] if "feeds" in tree else _older_state(tree, name)
@@ -359,9 +359,9 @@ class CheckpointManager:
         # The chief's states serve all workers, because all read the same batches.
         chief = placement_of(self._model.distribute_strategy).is_chief
         feeds = self._feeds if chief else {}
-        given = {"training": batches}
+        taken = {"training": batches}
         return {
-            "feeds": {name: feed.get_state(given.get(name, 0)) for name, feed in feeds.items()},
+            "feeds": {name: feed.get_state(taken.get(name, 0)) for name, feed in feeds.items()},
             "model": run_state.capture(self._model),
             "callbacks": self._callbacks.capture(),
             "lost": state_of(self._model).run.lost,
@@ -369,9 +369,9 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def repeated_if_stopped(self, batches: int) -> Iterator[None]:
-        """Makes a resumed run repeat what is inside the context, if training stops there.
+        """Makes a resumed run repeat the validation inside the context, if training stops there.
 
-        The next checkpoint then holds the state from before the context.
+        The next checkpoint then holds the state from before the validation.
 
         Args:
             batches: the batches that the steps have taken in the pass over the training data.
@@ -392,16 +392,16 @@ class CheckpointManager:
 
 def _older_state(tree: Tree, name: str) -> State:
     """Returns the state of a feed from a record that has it in several entries."""
-    # These versions counted the pass that goes on, too.
+    # The older versions also counted the pass that continues.
     passes = tree["passes"][name] - (name == "training" and tree["progress"]["goes_on"])
-    older = {"passes": passes, "unread": tree.get("unread", {}).get(name, 0)}
-    return older | (tree.get("positions", {}).get(name) or {})
+    counts = {"passes": passes, "unread": tree.get("unread", {}).get(name, 0)}
+    return counts | (tree.get("positions", {}).get(name) or {})
 
 
 def _check_feed(name: str, state: State, *, epoch: int, step: int) -> None:
     """Raises ValueError if a feed's state has counts that a run cannot have at this position.
 
-    A feed makes an iterator for each pass of the stopped run, so a number that is far too large
+    A feed makes an iterator for each pass of the stopped run. So a number that is far too large
     would keep a resumed run busy without end.
     """
     # Each epoch ends at most one pass of the training data, and has at most one validation. The
@@ -412,10 +412,10 @@ def _check_feed(name: str, state: State, *, epoch: int, step: int) -> None:
     _check_count(f"feeds.{name}.batches", state.get("batches", 0), step)
 
 
-def _check_count(name: str, value: Any, most: int | None = None) -> None:
-    """Raises ValueError if a value is not a whole number from 0, or is above `most`."""
-    if type(value) is not int or value < 0 or (most is not None and value > most):
-        limit = "" if most is None else f" to {most}"
+def _check_count(name: str, value: Any, maximum: int | None = None) -> None:
+    """Raises ValueError if a value is not a whole number from 0, or is above the maximum."""
+    if type(value) is not int or value < 0 or (maximum is not None and value > maximum):
+        limit = "" if maximum is None else f" to {maximum}"
         raise ValueError(f"{name} is {value!r:.40}, but it must be a whole number from 0{limit}")
 
 

@@ -3,7 +3,7 @@
 A checkpoint holds plain values. These are None, bool, int, float, str, bytes, NumPy's arrays and
 scalars of any dtype but objects, and lists, tuples, sets and dicts of plain values. They are read
 as they were written, with the same bits and the same types. A value of a derived class, such as a
-namedtuple or a defaultdict, is not plain, because it would be read as the class it derives from.
+namedtuple, is not plain. It would be read as a value of the class from which its class derives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfmulti.errors import TfmultiError
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 # The dtypes that `ml_dtypes` adds to those of NumPy, such as bfloat16.
-_BITS = {
+_MORE_DTYPES = {
     name: np.dtype(kind)
     for name, kind in vars(ml_dtypes).items()
     if isinstance(kind, type) and issubclass(kind, np.generic)
@@ -163,7 +163,7 @@ def to_npy(array: np.ndarray) -> tuple[str, bytes]:
 def from_npy(name: str, data: bytes) -> np.ndarray:
     """Returns the array from which `to_npy` made a name and a file."""
     array = array_of(data)
-    return array.view(_BITS[name]) if name else array
+    return array.view(_MORE_DTYPES[name]) if name else array
 
 
 def _type_name(dtype: np.dtype[Any]) -> str | None:
@@ -174,5 +174,4 @@ def _type_name(dtype: np.dtype[Any]) -> str | None:
     # With 2, NumPy says that another package has registered the dtype.
     if dtype.isbuiltin != 2:
         return ""
-    known = getattr(ml_dtypes, dtype.name, None)
-    return dtype.name if known is not None and np.dtype(known) == dtype else None
+    return dtype.name if _MORE_DTYPES.get(dtype.name) == dtype else None

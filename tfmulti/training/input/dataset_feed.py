@@ -4,9 +4,9 @@ Every worker reads the same global batches. A resumed run finds its position in 
 
 - A PyDataset of known length begins at any batch (`PyDatasetFeed`).
 - TensorFlow saves the position of a Dataset's iterator, if it can save all of it (`positions`).
-- All other data is read again from the start of the pass. The iterators of the earlier passes are
-  made again before that, because making one draws the orders of its shuffles. Their batches are
-  read only if the order of a later pass depends on it.
+- All other data is read again from the start of the pass. Before that, the iterators of the earlier
+  passes are made again, because making an iterator draws the orders of its shuffles. The batches of
+  these passes are read only if the order of a later pass depends on that.
 """
 
 from __future__ import annotations
@@ -37,33 +37,34 @@ from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 class DatasetFeed(Feed):
     """A `tf.data.Dataset`, generator or DataLoader of global batches, or an endless PyDataset.
 
-    A Dataset's iterators share the generators of its shuffles, and each one draws when it is made.
-    So this class makes as many iterators as Keras' `fit`, in the same order. Keras makes one more
-    at the end of a pass whose number of batches is known: with `steps_per_epoch` the next pass
-    takes it (`next_is_made`), and without it nothing reads it.
+    A Dataset's iterators share the random generators of its shuffles. Each iterator draws from them
+    when it is made. So this class makes as many iterators as Keras' `fit`, in the same order. Keras
+    makes one more at the end of a pass of known length. With `steps_per_epoch` the next pass uses
+    that iterator. Without it, nothing reads it.
 
     Args:
         x: the data.
         class_weight: the weight of each class, or None.
-        next_is_made: whether the data is for a `fit` with `steps_per_epoch`.
+        uses_next: whether the data is for a `fit` with `steps_per_epoch`.
 
     Raises:
         DataError: the data has no batches, or its batches cannot be cut into rows.
     """
 
-    def __init__(self, x: Any, class_weight: Any, *, next_is_made: bool = False) -> None:
+    def __init__(self, x: Any, class_weight: Any, *, uses_next: bool = False) -> None:
         self._x, self._class_weight = x, class_weight
-        self._next_is_made = next_is_made
+        self._uses_next = uses_next
         self._build()
         count = self._adapter.num_batches
         steps = None if count is None else int(count)
         if steps == 0:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
-        known = int(self._dataset.cardinality())
+        cardinality = int(self._dataset.cardinality())
+        is_infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.data = DataDescription(
             specs=self._dataset.element_spec,
             steps=steps,
-            known=None if known == tf.data.INFINITE_CARDINALITY else max(known, steps or 0),
+            batches_per_iterator=None if is_infinite else max(cardinality, steps or 0),
             endless=False,
             sizes={"steps": steps},
             digest=lambda: None,
@@ -72,15 +73,15 @@ class DatasetFeed(Feed):
         self._iterator: Any = None
         # Whether the iterator in use has given all batches of a pass.
         self._has_ended = False
-        # The batches that `give_again` was given and no step has taken, and an iterator of them.
-        self._again: list[Any] = []
-        self._iterator_again: Any = None
+        # The batches of `give_again` that no step has taken yet, and an iterator of all of them.
+        self._replayed: list[Any] = []
+        self._replay_iterator: Any = None
         # Whether TensorFlow may save the position of an iterator of this data.
         self._saves_position = self.is_dataset
-        # The batches of its pass that the iterator in use had given when it was restored.
-        self._given = 0
-        endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
-        self._without_end = x if endless else None
+        # The position in the pass at which the iterator in use was restored.
+        self._restored_at = 0
+        is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
+        self._endless = x if is_endless else None
 
     def _build(self) -> None:
         """Makes Keras' adapter of the data, and the Dataset that reads its batches ahead."""
@@ -90,33 +91,27 @@ class DatasetFeed(Feed):
             raise DataError(str(error)) from None
         self._dataset = self._adapter.get_tf_dataset()
         pipeline.check_known_rows(self._dataset.element_spec)
-        self._batches = pipeline.read_ahead(self._dataset, self._batches_ahead)
-
-    @property
-    def _batches_ahead(self) -> int:
-        """The number of batches that are read while a step runs.
-
-        Reading a batch may draw an order from a generator that the next iterator shares. Of such a
-        Dataset this feed reads as many batches ahead as plain TensorFlow. TensorFlow adds a
-        prefetch unless the Dataset ends in an operation that reads ahead already. That prefetch
-        holds one batch as long as the steps do not wait for it.
-        """
-        if not must_be_read(self._dataset):
-            return PREFETCH_STEPS
-        return 0 if reads_ahead(self._dataset) else 1
+        self._must_be_read = must_be_read(self._dataset)
+        ahead = PREFETCH_STEPS
+        # Reading a batch of such a Dataset may draw an order from a generator that the next
+        # iterator shares. So as many batches are read ahead as by plain TensorFlow. It adds a
+        # prefetch of one batch, unless the Dataset ends in an operation that reads ahead itself.
+        if self._must_be_read:
+            ahead = 0 if reads_ahead(self._dataset) else 1
+        self._batches = pipeline.read_ahead(self._dataset, ahead)
 
     def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        if self._again:
+        if self._replayed:
             return
-        # If nothing is skipped, this is the next pass.
+        # If no batch is skipped, this is a new pass.
         self._has_ended = skipped > 0 and (self._has_ended or skipped == self.data.steps)
         self._adapter.on_epoch_begin()
         if self._has_ended:
-            self._pass_over()
+            self._skip_pass()
             return
         if self._iterator is None:
             self._iterator = iter(self._batches)
-        for batches in range(self._given, skipped):
+        for batches in range(self._restored_at, skipped):
             if next(self._iterator, None) is None:
                 raise DataError(
                     f"the data has ended after {batches} batches, but {skipped} had been trained "
@@ -128,36 +123,37 @@ class DatasetFeed(Feed):
         """Whether the data is a `tf.data.Dataset`, so that no Python code of the user reads it."""
         return isinstance(self._x, tf.data.Dataset)
 
-    def give_again(self, taken: Sequence[Any]) -> None:
-        """Gives the first batches of the pass, which were taken from it, to the steps again.
+    def give_again(self, optionals: Sequence[Any]) -> None:
+        """Gives the first batches of the pass, which were read before, to the steps again.
 
-        They are Optionals. The next executions together must take exactly these batches.
+        The next executions together must take exactly these batches.
         """
-        self._again = list(taken)
-        self._iterator_again = self.iterator_of([each.get_value() for each in taken])
+        self._replayed = list(optionals)
+        batches = [optional.get_value() for optional in optionals]
+        self._replay_iterator = self.iterator_of(batches)
 
     def source(self, steps: int) -> Any:
-        if not self._again:
+        if not self._replayed:
             return self._iterator
-        del self._again[:steps]
-        return self._iterator_again
+        del self._replayed[:steps]
+        return self._replay_iterator
 
     def iterator_of(self, batches: Sequence[Any]) -> Any:
-        """Returns an iterator of the given global batches, of the same type as the one in use."""
-        # This reads nothing, and gives the Dataset the form of all batches.
+        """Returns an iterator of some global batches, of the same type as the one in use."""
+        # This Dataset is empty, and has the form of all batches.
         dataset = self._dataset.take(0)
         for batch in batches:
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
         return iter(pipeline.read_ahead(dataset))
 
     def __next__(self) -> Any:
-        if self._again:
-            return self._again.pop(0)
-        taken = None if self._has_ended else self._iterator.get_next_as_optional()
-        self._has_ended = taken is None or not taken.has_value()
+        if self._replayed:
+            return self._replayed.pop(0)
+        batch = None if self._has_ended else self._iterator.get_next_as_optional()
+        self._has_ended = batch is None or not batch.has_value()
         if self._has_ended:
             raise StopIteration
-        return taken
+        return batch
 
     def begin_call(self) -> None:
         # A PyDataset may shuffle then.
@@ -165,26 +161,27 @@ class DatasetFeed(Feed):
 
     def end_epoch(self) -> None:
         # A PyDataset that ends may shuffle for its next pass, but not within a pass.
-        if self._without_end is not None:
-            self._without_end.on_epoch_end()
-            self._without_end.on_epoch_begin()
+        if self._endless is not None:
+            self._endless.on_epoch_end()
+            self._endless.on_epoch_begin()
 
     def end_pass(self, complete: bool = False) -> None:
         self._passes += 1
         self._adapter.on_epoch_end()
-        self._iterator, self._given, self._again, self._has_ended = None, 0, [], False
+        self._iterator, self._restored_at, self._replayed = None, 0, []
+        self._has_ended = False
         if complete and self.is_dataset and self.data.steps is not None:
             # Keras makes an iterator at the end of a pass of known length.
-            following = iter(self._batches)
-            if self._next_is_made:
-                self._iterator = following
+            next_iterator = iter(self._batches)
+            if self._uses_next:
+                self._iterator = next_iterator
             else:
                 self._unread += 1
 
     def get_state(self, batches: int) -> State:
         has_ended = self._has_ended or batches == self.data.steps
         state = {"passes": self._passes, "unread": self._unread, "has_ended": has_ended}
-        if has_ended or self._iterator is None or self._again or not self._saves_position:
+        if has_ended or self._iterator is None or self._replayed or not self._saves_position:
             return state
         position = position_of(self._iterator)
         # To find out that a position is too large takes long, so it is tried once only.
@@ -200,22 +197,22 @@ class DatasetFeed(Feed):
             self._iterator = iterator_at(position, self._batches)
         if self._iterator is not None:
             self._passes, self._unread = state["passes"], state.get("unread", 0)
-            self._given = state["batches"]
+            self._restored_at = state["batches"]
             return
         for number in range(state["passes"]):
             self._passes += 1
             self._adapter.on_epoch_begin()
-            self._pass_over()
+            self._skip_pass()
             self._adapter.on_epoch_end()
             if number < state.get("unread", 0):
                 self._unread += 1
                 iter(self._batches)
 
-    def _pass_over(self) -> None:
-        """Passes over a pass from which no step will take a batch."""
+    def _skip_pass(self) -> None:
+        """Draws the orders of a pass from which no step will take a batch."""
         # The iterator draws the seeds of its shuffles when it is made.
         iterator = iter(self._batches)
-        if must_be_read(self._batches) and not self.data.holds(None):
+        if self._must_be_read and not self.data.holds(None):
             for _ in iterator:
                 pass
 
@@ -250,7 +247,7 @@ class PyDatasetFeed(DatasetFeed):
         self._is_used = False
 
     def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        if self._again:
+        if self._replayed:
             return
         self._in_order.begin_at = 0
         if self._is_used:

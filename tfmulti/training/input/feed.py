@@ -37,11 +37,10 @@ DEFAULT_BATCH_SIZE = 32  # as Keras
 class SourceFeed(Feed):
     """The feed of a source with random access.
 
-    Args:
-        source: the examples, which are the attribute `examples`.
-        plan: the order of the examples, an attribute, too.
-        placement: this process' place among the workers.
-        reading: how the examples are read, an attribute, too.
+    Attributes:
+        examples: the source.
+        plan: the order of the examples.
+        reading: how the examples are read.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class SourceFeed(Feed):
         self.data = DataDescription(
             specs=specs_of(source.specs, plan.global_batch_size),
             steps=plan.steps_per_epoch,
-            known=None,
+            batches_per_iterator=None,
             endless=True,
             sizes={"examples": plan.examples, "global_batch_size": plan.global_batch_size},
             digest=source.digest,
@@ -65,7 +64,7 @@ class SourceFeed(Feed):
         self._queue: Any = None
         self._is_at_start = False
 
-    def again(self) -> SourceFeed:
+    def copy(self) -> SourceFeed:
         """Returns a new feed of the same batches."""
         return SourceFeed(self.examples, self.plan, self._placement, self.reading)
 
@@ -115,8 +114,8 @@ class SourceFeed(Feed):
 
 
 @dataclass(frozen=True)
-class GivenData:
-    """What `fit`, `evaluate` or `predict` was given of its data, as Keras names it.
+class DataArguments:
+    """The arguments of `fit`, `evaluate` or `predict` that describe the data.
 
     Args:
         x: the data, as `fit` takes it, or a feed.
@@ -140,7 +139,7 @@ class GivenData:
 
 
 def make_feed(
-    given: GivenData,
+    arguments: DataArguments,
     placement: Placement,
     reading: ReadOptions = DEFAULT,
     *,
@@ -149,7 +148,7 @@ def make_feed(
     """Returns the feed of any data that Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
     Args:
-        given: the data. A feed is returned as it is.
+        arguments: the data. A feed is returned as it is.
         placement: this process' place among the workers.
         reading: how the examples of arrays and sources are read.
         is_training: whether the data is for `fit`, where a pass may go on over several epochs of
@@ -159,15 +158,16 @@ def make_feed(
         DataError: the arrays differ in length, or an argument does not go with the data.
         ModelError: the data is a `DistributedDataset`.
     """
-    x, class_weight, steps = given.x, given.class_weight, given.steps_per_epoch
-    seed = None if given.shuffle is None else given.shuffle.seed
+    x, class_weight, steps = arguments.x, arguments.class_weight, arguments.steps_per_epoch
+    y, weights, shuffle = arguments.y, arguments.sample_weight, arguments.shuffle
+    seed = None if shuffle is None else shuffle.seed
     if isinstance(x, Feed):
         return x
     if isinstance(x, Source):
-        _check_no_more(x, y=given.y, sample_weight=given.sample_weight)
+        _check_no_more(x, y=y, sample_weight=weights)
         if class_weight is not None:
             x = Weighted(x, class_weight)
-        size = given.batch_size or DEFAULT_BATCH_SIZE
+        size = arguments.batch_size or DEFAULT_BATCH_SIZE
         return SourceFeed(x, BatchPlan(len(x), size, seed), placement, reading)
     if isinstance(x, tf.distribute.DistributedDataset):
         raise ModelError(
@@ -175,18 +175,17 @@ def make_feed(
             "the tf.data.Dataset of global batches itself; tfmulti shares out its rows."
         )
     if _is_batched(x):
-        _check_no_more(x, y=given.y, sample_weight=given.sample_weight)
+        _check_no_more(x, y=y, sample_weight=weights)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
             return PyDatasetFeed(InOrder(x, seed), class_weight, is_training=is_training)
-        return DatasetFeed(x, class_weight, next_is_made=is_training and bool(steps))
-    weights = given.sample_weight
+        return DatasetFeed(x, class_weight, uses_next=is_training and bool(steps))
     if class_weight is not None:
-        weights = weights_of_classes(given.y, class_weight, weights)
-    source: Source = array_source(x, given.y, weights)
+        weights = weights_of_classes(y, class_weight, weights)
+    source: Source = array_source(x, y, weights)
     by_steps = -(-len(source) // steps) if steps else DEFAULT_BATCH_SIZE
-    size = by_steps if given.batch_size is None else given.batch_size
-    if given.shuffle is not None and given.shuffle.keras_seed is not None:
-        order = KerasOrder(len(source), size, given.shuffle)
+    size = by_steps if arguments.batch_size is None else arguments.batch_size
+    if shuffle is not None and shuffle.keras_seed is not None:
+        order = KerasOrder(len(source), size, shuffle)
         source = SourceSlice(source, 0, len(source), order)
         seed = None
     return SourceFeed(source, BatchPlan(len(source), size, seed), placement, reading)
@@ -195,11 +194,6 @@ def make_feed(
 def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
     """Returns arrays as a source, with all floating-point numbers in Keras' `floatx`.
 
-    Args:
-        x: the inputs, an array or a nest of arrays.
-        y: the targets, or None.
-        sample_weight: the weights of the rows, or None.
-
     Raises:
         DataError: the arrays differ in length, or cannot be read by rows.
     """
@@ -207,9 +201,9 @@ def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
     return ArraySource(parts, floats=keras.config.floatx())
 
 
-def _check_no_more(x: Any, **given: Any) -> None:
+def _check_no_more(x: Any, **others: Any) -> None:
     """Raises DataError if targets or weights were given beside data that holds them itself."""
-    for name, value in given.items():
+    for name, value in others.items():
         if value is not None:
             raise DataError(
                 f"{name} does not go with a {type(x).__name__}, which holds targets and weights "
@@ -266,13 +260,13 @@ def split_off_validation(parts: tuple[Any, ...], fraction: float) -> tuple[Any, 
             "validation_split needs arrays: a Dataset is split by its take() and skip(), a Source "
             "by tfmulti.data.source.SourceSlice."
         )
-    given = tuple(part for part in parts if part is not None)
-    source = ArraySource(given, floats=keras.config.floatx())
-    at = int(len(source) * (1 - fraction))
-    if not 0 < at < len(source):
+    present = tuple(part for part in parts if part is not None)
+    source = ArraySource(present, floats=keras.config.floatx())
+    rows = int(len(source) * (1 - fraction))
+    if not 0 < rows < len(source):
         raise DataError(f"validation_split {fraction} of {len(source)} rows leaves one part empty.")
-    first = iter(map_nest(lambda a: a[:at], source.data))
-    last = iter(map_nest(lambda a: a[at:], source.data))
+    first = iter(map_nest(lambda a: a[:rows], source.data))
+    last = iter(map_nest(lambda a: a[rows:], source.data))
     return tuple(
-        tuple(None if part is None else next(rows) for part in parts) for rows in (first, last)
+        tuple(None if part is None else next(arrays) for part in parts) for arrays in (first, last)
     )  # type: ignore[return-value]

@@ -1,4 +1,16 @@
-"""The interface of feeds: what is known of the data, and an iterator that saves its position."""
+"""The interface of feeds: an iterator of global batches that saves its position.
+
+The loop uses a feed in this order:
+
+    feed.set_state(state)                    only if the run is resumed
+    for each pass:
+        feed.begin_pass(first_step, skipped)
+        source = feed.source(steps)          for an execution of several steps, or
+        batch = next(feed)                   where the data may end after any batch
+        state = feed.get_state(batches)      at a checkpoint
+        feed.end_pass(complete)
+    feed.close()
+"""
 
 from __future__ import annotations
 
@@ -18,16 +30,17 @@ class DataDescription:
     Attributes:
         specs: the form of one global batch, a nest whose leaves have a `shape` and a `dtype`.
         steps: the number of global batches of one pass, or None if only reading tells it.
-        known: the number of batches that one iterator is known to give; None for no end.
+        batches_per_iterator: the number of batches that one iterator is known to give; None if it
+            has no end.
         endless: whether one iterator goes on over all epochs.
         sizes: the sizes by name that must be the same when a run is resumed.
-        digest: returns a number that differs if the data differs; None if each batch has a digest
-            instead.
+        digest: returns a number that differs if the data differs. It returns None if each batch has
+            a digest instead.
     """
 
     specs: Any
     steps: int | None
-    known: int | None
+    batches_per_iterator: int | None
     endless: bool
     sizes: dict[str, Any]
     digest: Callable[[], int | None]
@@ -38,7 +51,8 @@ class DataDescription:
         Args:
             batches: how many are needed; None for batches without end.
         """
-        return self.known is None or (batches is not None and batches <= self.known)
+        known = self.batches_per_iterator
+        return known is None or (batches is not None and batches <= known)
 
 
 class Feed(Iterator[Any]):
@@ -54,11 +68,10 @@ class Feed(Iterator[Any]):
 
     @abstractmethod
     def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        """Begins a pass, or goes on in one.
+        """Begins a pass, or continues the pass that `set_state` was given.
 
-        A feed with random access begins at `first_step`. Any other feed begins a pass of its data
-        after the first `skipped` batches. It begins there at once if `set_state` was given the
-        position. Otherwise it reads these batches first.
+        A feed with random access begins at `first_step`. Any other feed begins after the first
+        `skipped` batches of the pass. If it has no saved position, it reads these batches first.
 
         Args:
             first_step: the step, counted over all epochs.
@@ -99,10 +112,10 @@ class Feed(Iterator[Any]):
 
     @abstractmethod
     def set_state(self, state: State) -> None:
-        """Puts a new feed where the feed of the stopped run was.
+        """Gives a new feed the state of the feed of the stopped run.
 
         Each iterator may shuffle the data for the next one. So the iterators of the stopped run are
-        made again, unless `state` holds what they have drawn.
+        made again, unless `state` holds the states of their random generators.
 
         Args:
             state: what `get_state` returned there.
@@ -120,10 +133,7 @@ class Feed(Iterator[Any]):
 
     @property
     def threads(self) -> int | None:
-        """The number of threads that read examples, or None if it is not known.
-
-        0 says that the thread that feeds the steps reads them.
-        """
+        """The number of threads that read examples besides the feeder thread; None if unknown."""
         return None
 
     def find_fault(self, *, in_files: bool = False) -> Exception | None:

@@ -1,8 +1,8 @@
 """Reads the global batches of a `tf.data.Dataset` ahead, and cuts them to this worker's rows.
 
 An iterator of the Dataset gives global batches, the same on every worker. The step cuts a batch
-when it takes it. So the buffers of the iterator belong to no certain worker, and a saved position
-is good for any number of workers (`positions`).
+when it takes it. So the buffers of the iterator are the same on all workers, and a saved position
+is valid for any number of workers (`positions`).
 
 tf.data's autotuner is switched off, and parallelism is set by number. The autotuner's period
 doubles up to 60 s. It can make the end of a run wait for as long as the run took.
@@ -24,12 +24,7 @@ DIFFERENT_ROWS = "the parts of a batch have different numbers of rows"
 
 
 def read_ahead(dataset: tf.data.Dataset, batches: int = PREFETCH_STEPS) -> tf.data.Dataset:
-    """Returns the same batches, of which the next ones are read while a step runs.
-
-    Args:
-        dataset: the global batches.
-        batches: how many are read ahead; 0 reads none ahead.
-    """
+    """Returns the same batches, of which the next `batches` are read while a step runs."""
     options = tf.data.Options()
     # A user who has set this option keeps the choice.
     if dataset.options().autotune.enabled is None:
@@ -51,9 +46,9 @@ def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
     with tf.control_dependencies(_checks(batch)):
         batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
     rows = _rows(batch)
-    nothing = tf.constant(0, tf.int64)
+    zero = tf.constant(0, tf.int64)
     if placement.replicas == 1:
-        return WorkerBatch((batch,), (rows,), (nothing,), rows, tf.constant(-1), nothing)
+        return WorkerBatch((batch,), (rows,), (zero,), rows, tf.constant(-1), zero)
     data, own_rows, first_rows = [], [], []
     for local in range(placement.local_replicas):
         replica = tf.constant(placement.first_replica + local, tf.int64)
@@ -63,7 +58,7 @@ def from_batch(batch: Any, placement: Placement) -> WorkerBatch:
         own_rows.append(stop - start)
         first_rows.append(begin)
     digest = _digest(batch) if placement.workers > 1 else tf.constant(-1)
-    return WorkerBatch(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, nothing)
+    return WorkerBatch(tuple(data), tuple(own_rows), tuple(first_rows), rows, digest, zero)
 
 
 def _rows(batch: Any) -> tf.Tensor:
@@ -78,9 +73,6 @@ def _rows(batch: Any) -> tf.Tensor:
 
 def check_known_rows(specs: Any) -> None:
     """Raises an error if the form of the batches shows that they cannot be cut into rows.
-
-    Args:
-        specs: the form of the batches, a nest of `tf.TypeSpec`.
 
     Raises:
         DataError: a part has no rows, or two parts have different numbers of rows.
@@ -106,7 +98,7 @@ def different_rows() -> str:
 def _checks(batch: Any) -> list[Any]:
     """Returns operations that fail if the parts of a batch have different numbers of rows."""
     first, *rest = (_rows(leaf) for leaf in tf.nest.flatten(batch) if leaf is not None)
-    checks = (tf.debugging.assert_equal(own, first, message=DIFFERENT_ROWS) for own in rest)
+    checks = (tf.debugging.assert_equal(rows, first, message=DIFFERENT_ROWS) for rows in rest)
     # There is no operation if the check has run at once, or if both numbers are known.
     return [check for check in checks if check is not None]
 
@@ -114,8 +106,8 @@ def _checks(batch: Any) -> list[Any]:
 def _digest(batch: Any) -> tf.Tensor:
     """Returns a number below 2**24 that shows whether workers read different batches, int32 scalar.
 
-    It is a hash of the number of rows, of the first and the last row, and of the lengths of texts.
-    That is cheap, and a shuffle without a seed changes it.
+    The number is a hash of the number of rows, of the first and the last row, and of the lengths of
+    texts. This hash is cheap, and a shuffle without a seed changes it.
     """
     sums = []
     for leaf in tf.nest.flatten(batch):

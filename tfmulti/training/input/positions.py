@@ -3,22 +3,17 @@
 The position is what `tf.train.Checkpoint` writes of the iterator
 (https://www.tensorflow.org/guide/data#iterator_checkpointing). There are two ways to resume:
 
-1. The position is complete: the iterator goes on there at once (`position_of`, `iterator_at`).
-2. Otherwise the pass is read again from its start, with the iterators of all earlier passes made
-   again before it.
-
-A position is complete if it has the states of all parts that draw random numbers. TensorFlow writes
-only the parts that exist at that time. A shuffle that has given its last row does not exist any
-more, so the state of its random generator is missing. The order of the next pass is drawn from that
-state (`is_complete`).
-
-In the second way, the earlier iterators are made again, which draws the same orders again. Some
-Datasets draw an order only while they are read, so the batches of their earlier passes are read,
-too (`must_be_read`). Without this distinction each resumed run would have to read all earlier
-passes.
+1. If the position is complete, another iterator continues there at once (`iterator_at`).
+2. Otherwise the iterators of all earlier passes are made again, which draws the same orders. Then
+   the present pass is read again from its start.
 
 A part is a Dataset from which another Dataset was made, such as the one below a `repeat`. A part
-"draws" if it is a shuffle or gives random numbers.
+"draws" if it is a shuffle or gives random numbers. A position is complete if it has the random
+state of each part that draws (`is_complete`). TensorFlow does not save a shuffle that has given its
+last row, although the order of the next pass is drawn from its state.
+
+Some Datasets draw an order only while they are read. So in the second way the batches of their
+earlier passes are read, too (`must_be_read`). All other Datasets need not read them.
 """
 
 from __future__ import annotations
@@ -34,8 +29,7 @@ import tensorflow as tf
 from tfmulti.errors import ResumeError
 from tfmulti.keras_patches.datasets import kind_of, parts_of
 
-# The limit of 64 MiB: a larger position, as of a long shuffle buffer, would make a checkpoint take
-# too long.
+# The limit of 64 MiB. A larger position, as of a long shuffle buffer, would make checkpoints slow.
 MOST_BYTES = 1 << 26
 
 # The files that TensorFlow writes of an iterator: their contents as uint8 arrays, by name.
@@ -47,16 +41,16 @@ _FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")
 # TensorFlow raises these errors for an iterator that it cannot save, or a file that it cannot read.
 _ERRORS = (tf.errors.OpError, ValueError, TypeError)
 
-# Of each part that draws, TensorFlow saves the state of the random generator under this name. The
-# bytes before it are of the message `VariantTensorDataProto`, so no text of the data is counted.
+# TensorFlow saves the random state of each part that draws under this name. The bytes before the
+# name belong to the message `VariantTensorDataProto`, so no text of the data is counted.
 _RANDOM_STATE = re.compile(
     rb"\n\x14tensorflow::Iterator\x12[\x80-\xff]{0,4}[\x00-\x7f]"
     rb"Iterator::[ -?A-~]*@@[ -?A-~]*epoch_num_random_samples"
 )
 # The kinds of Datasets that draw.
 _DRAWING = ("_ShuffleDataset", "_RandomDataset")
-# A cache keeps the first order. A repeat makes one iterator draw several orders. The order of a
-# shuffle below another shuffle is drawn only when its first row is read.
+# A cache keeps the first order. A repeat makes one iterator draw several orders. If a shuffle is
+# below another shuffle, its order is drawn when the first row is read.
 _DRAWN_LATER = ("CacheDataset", "_RepeatDataset", "_ShuffleDataset")
 # A zip reads all of its parts at the same time, and not one after the other.
 _AT_ONCE = "_ZipDataset"
@@ -65,9 +59,8 @@ _AT_ONCE = "_ZipDataset"
 def must_be_read(dataset: tf.data.Dataset) -> bool:
     """Returns whether the order of a pass depends on what was read in the passes before.
 
-    That is so if a part that draws is below a cache, a repeat or another shuffle, or in a Dataset
-    that is made from several Datasets by any operation but a zip. Otherwise making the earlier
-    iterators is enough to get the same order again.
+    The order depends on it if a part that draws is below a cache, a repeat or another shuffle. It
+    also does if an operation other than a zip makes one Dataset from several, of which one draws.
     """
     kind, parts = kind_of(dataset), parts_of(dataset)
     if kind in _DRAWN_LATER or (len(parts) > 1 and kind != _AT_ONCE):
@@ -90,10 +83,10 @@ def _count_drawing(dataset: tf.data.Dataset) -> int:
 
 
 def form_of(dataset: tf.data.Dataset) -> str:
-    """Returns a text that two Datasets share if a position of one may fit the other.
+    """Returns a text that is the same for two Datasets if a position of one may fit the other.
 
     The text has TensorFlow's version, the form of the elements, and the kinds of all parts. It is
-    compared first, because trying a position takes an iterator, and with it a seed of each shuffle.
+    compared first, because trying a position needs an iterator, which draws a seed of each shuffle.
     """
 
     def kinds(part: tf.data.Dataset) -> list[Any]:
@@ -111,9 +104,8 @@ def is_complete(position: Position, dataset: tf.data.Dataset) -> bool:
 def position_of(iterator: Any) -> Position | None:
     """Returns the position of a Dataset's iterator, with the content of its buffers, or None.
 
-    It is None if the position has more than `MOST_BYTES`, or if TensorFlow cannot save it. That is
-    so for a generator and for random numbers without a seed. The data must then be read again up to
-    the position.
+    It is None if the position has more than `MOST_BYTES`, or if TensorFlow cannot save it.
+    TensorFlow cannot save the position of a generator, or of random numbers without a seed.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -127,14 +119,10 @@ def position_of(iterator: Any) -> Position | None:
 
 
 def iterator_at(position: Position, dataset: tf.data.Dataset) -> Any:
-    """Returns an iterator of a Dataset at a position, or None if the position cannot be one.
+    """Returns an iterator of a Dataset at a position, or None if the position has other files.
 
     The names of the files come from a checkpoint. They are checked first, so none of them is used
     as a path to another folder.
-
-    Args:
-        position: what `position_of` returned for an iterator of a Dataset of the same form.
-        dataset: the Dataset.
 
     Raises:
         ResumeError: TensorFlow does not accept the position. The iterator that was tried has drawn

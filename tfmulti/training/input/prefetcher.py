@@ -38,9 +38,9 @@ from tfmulti.training.input.worker_batch import (
     queue_of,
 )
 
-# Of arrays with more bytes TensorFlow gets no copy to gather from.
+# Arrays with more bytes are not copied to a tensor from which the step gathers rows.
 MOST_COPIED = 1 << 30
-# The bytes of the indices that are computed together.
+# The number of bytes of the indices that are computed together.
 _BLOCK_BYTES = 1 << 17
 
 DEFAULT = ReadOptions()
@@ -72,9 +72,6 @@ def prefetcher_of(
 
 class Prefetcher(ABC):
     """A queue of batches, and the thread that fills it.
-
-    Args:
-        queue: TensorFlow's queue.
 
     Attributes:
         queue: the `BatchQueue` or `IndexQueue` from which the step takes the batches.
@@ -160,13 +157,6 @@ class RowPrefetcher(Prefetcher):
 
     At most `PREFETCH_STEPS` batches wait in the queue. The batches that the loader makes
     (`loader.AHEAD`) come on top.
-
-    Args:
-        source: the examples.
-        plan: the order of the examples.
-        placement: this process' place among the workers.
-        first_step: the step of the first batch, counted over all epochs.
-        reading: how the examples are read.
     """
 
     def __init__(
@@ -196,12 +186,6 @@ class IndexPrefetcher(Prefetcher):
 
     Copying a row takes less time than handing it from one thread to another. So only the indices
     are computed ahead, for many steps at a time, and the step copies the rows.
-
-    Args:
-        arrays: the examples.
-        plan: the order of the examples.
-        placement: this process' place among the workers.
-        first_step: the step of the first batch, counted over all epochs.
     """
 
     # Only the thread that fills the queue works.
@@ -211,11 +195,11 @@ class IndexPrefetcher(Prefetcher):
         self, arrays: Arrays, plan: BatchPlan, placement: Placement, first_step: int = 0
     ) -> None:
         local = placement.local_replicas
-        most = -(-plan.global_batch_size // placement.replicas)
-        at_a_time = max(1, min(64, _BLOCK_BYTES // (8 * local * most)))
+        rows_per_replica = -(-plan.global_batch_size // placement.replicas)
+        at_a_time = max(1, min(64, _BLOCK_BYTES // (8 * local * rows_per_replica)))
         with tf.device("CPU:0"):
             data = map_nest(_copied, arrays.data)
-            shapes = [[local, most], [3 * local + 1]]
+            shapes = [[local, rows_per_replica], [3 * local + 1]]
             super().__init__(tf.queue.FIFOQueue(2 * at_a_time, [tf.int64, tf.int64], shapes))
         known = _known_rows(placement, plan.global_batch_size, plan.is_even)
         self.queue: IndexQueue = index_queue_of(
@@ -248,8 +232,8 @@ def _fill(
     """Puts elements into the queue until the prefetcher is closed; runs in the thread."""
     with contextlib.closing(elements):  # type: ignore[type-var]
         try:
-            for components, several in elements:
-                (queue.enqueue_many if several else queue.enqueue)(components)
+            for components, are_several in elements:
+                (queue.enqueue_many if are_several else queue.enqueue)(components)
                 prefetcher = reference()
                 if prefetcher is None or prefetcher.is_closed:
                     return
@@ -271,7 +255,7 @@ def _fill(
 def _rows_read(
     reference: weakref.ref[RowPrefetcher], reader: Loader, first_step: int
 ) -> Iterator[Any]:
-    """Yields one element of a `BatchQueue` at a time, and False: it is one element."""
+    """Yields one element of a `BatchQueue` at a time, and False, which says that it is one."""
     with contextlib.closing(reader.batches(first_step)) as batches:
         for batch in batches:
             if reader.skips_bad:
@@ -286,18 +270,18 @@ def _rows_read(
 def _indices(
     arrays: Arrays, plan: BatchPlan, placement: Placement, step: int, at_a_time: int
 ) -> Iterator[Any]:
-    """Yields `at_a_time` elements of an `IndexQueue` at a time, and True: they are several."""
+    """Yields several elements of an `IndexQueue` at a time, and True, which says so."""
     local, replicas = placement.local_replicas, placement.replicas
-    most = -(-plan.global_batch_size // replicas)
+    rows_per_replica = -(-plan.global_batch_size // replicas)
     while True:
-        indices = np.zeros((at_a_time, local, most), np.int64)
+        indices = np.zeros((at_a_time, local, rows_per_replica), np.int64)
         counts = np.zeros((at_a_time, 3 * local + 1), np.int64)
         for i in range(at_a_time):
             part = plan.part(step + i, placement.first_replica, local, replicas)
             examples = arrays.rows_of(plan.examples_of(part))
-            for k, (first, last, counted) in enumerate(part.slices):
-                indices[i, k, : last - first] = examples[first - part.begin : last - part.begin]
-                counts[i, k::local][:3] = last - first, (last - first) * counted, first
+            for k, (start, stop, counts_rows) in enumerate(part.slices):
+                indices[i, k, : stop - start] = examples[start - part.begin : stop - part.begin]
+                counts[i, k::local][:3] = stop - start, (stop - start) * counts_rows, start
             counts[i, -1] = part.rows
         step += at_a_time
         yield [indices, counts], True
@@ -312,7 +296,7 @@ def _print_lost(prefetcher: RowPrefetcher | None, batch: Batch) -> None:
 
 
 def _note_error(prefetcher: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
-    """Notes the first example that cannot be read as the error; the step tells other workers."""
+    """Stores the error of the first example that cannot be read."""
     if batch.lost and prefetcher is not None and prefetcher.error is None:
         prefetcher.error = DataError(f"{batch.lost[0]} {next_step}")
 

@@ -28,22 +28,22 @@ class Trial:
 
     Attributes:
         batches: the global batches, as one device gets them.
-        draws: whether Python code of the user reads the data. Such code may draw random numbers
-            from Python's and NumPy's generators at any time.
+        runs_user_code: whether Python code of the user reads the data. Such code may draw random
+            numbers from Python's and NumPy's generators at any time.
     """
 
-    def __init__(self, feed: Feed, batches: int, kept: int, *, sure: bool) -> None:
+    def __init__(self, feed: Feed, batches: int, replayed: int, *, is_long_enough: bool) -> None:
         """Reads the first batches.
 
         Args:
             feed: the feed of the training.
             batches: the number of batches of the trial.
-            kept: the number of batches that are taken from an iterator and given to the training
-                again. The first executions of the training must have exactly these batches.
-            sure: whether the iterator is known to have enough batches, so that executions take from
-                the iterator itself.
+            replayed: the number of batches that are taken from an iterator and replayed in the
+                training. The first executions of the training must have exactly these batches.
+            is_long_enough: whether the iterator is known to have enough batches, so that executions
+                take from the iterator itself.
         """
-        self._feed, self.draws = feed, False
+        self._feed, self.runs_user_code = feed, False
         self._iterator: Any = None
         self._close: Callable[[], None] = lambda: None
         self._optionals: Sequence[Any] = ()
@@ -52,23 +52,23 @@ class Trial:
             self.begin_again()
             return
         assert isinstance(feed, DatasetFeed)
-        self.draws = not feed.is_dataset
+        self.runs_user_code = not feed.is_dataset
         feed.begin_pass()
-        taken = list(itertools.islice(feed, max(batches, kept)))
-        self.batches = [each.get_value() for each in taken[:batches]]
-        feed.give_again(taken)
-        if not sure:
-            self._optionals = taken[:batches]
+        optionals = list(itertools.islice(feed, max(batches, replayed)))
+        self.batches = [optional.get_value() for optional in optionals[:batches]]
+        feed.give_again(optionals)
+        if not is_long_enough:
+            self._optionals = optionals[:batches]
         self.begin_again()
 
     def begin_again(self) -> None:
         """Makes `source` give the batches again, from the first one on."""
         self._close()
         if isinstance(self._feed, SourceFeed):
-            again = self._feed.again()
-            again.begin_pass()
-            self._iterator = again.source(1)
-            self._close = again.close
+            feed = self._feed.copy()
+            feed.begin_pass()
+            self._iterator = feed.source(1)
+            self._close = feed.close
         elif isinstance(self._feed, DatasetFeed) and not self._optionals:
             self._iterator = self._feed.iterator_of(self.batches)
 
@@ -89,9 +89,9 @@ def _read_apart(feed: SourceFeed, count: int) -> list[Any]:
     # With one worker and one replica, the rows of that replica are the whole batch.
     reader = Loader(feed.examples, feed.plan, Placement(0, 1, 1), feed.reading)
     with contextlib.closing(reader.batches()) as batches:
-        given = [batch.data[0] for batch in itertools.islice(batches, count)]
+        arrays = [batch.data[0] for batch in itertools.islice(batches, count)]
 
     def tensor(value: Any, spec: tf.TensorSpec) -> tf.Tensor:
         return tf.constant(value, spec.dtype)
 
-    return [tf.nest.map_structure(tensor, batch, feed.data.specs) for batch in given]
+    return [tf.nest.map_structure(tensor, batch, feed.data.specs) for batch in arrays]

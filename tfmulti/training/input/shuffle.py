@@ -2,7 +2,7 @@
 
 With a seed of TensorFlow (`keras.utils.set_random_seed`), plain Keras reads arrays in an order that
 follows from this seed alone. tfmulti reads them in the same order. Without such a seed, plain Keras
-has another order in each run, and tfmulti draws an order that is the same on all workers.
+has another order in each run. Then tfmulti draws an order that is the same on all workers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,8 @@ class Shuffle:
 class KerasOrder:
     """The order in which plain Keras reads arrays.
 
-    Keras makes a Dataset that draws the order, and reads it anew in each epoch. An operation in a
-    Dataset begins anew, too, so all epochs have the same order.
-
-    Args:
-        examples: the number of rows.
-        batch_size: the global batch size.
-        shuffle: the seeds, with a `keras_seed`.
+    Keras makes a Dataset that draws the order, and reads it again in each epoch. The operation that
+    draws begins again, too, so all epochs have the same order.
     """
 
     def __init__(self, examples: int, batch_size: int, shuffle: Shuffle) -> None:
@@ -54,8 +49,8 @@ class KerasOrder:
 
         size = batch_size if shuffle.within_batches else examples
         with tf.device("CPU:0"):
-            drawn = tf.data.Dataset.range(examples).batch(size).map(shuffled)
-            self._rows = np.concatenate(list(drawn.as_numpy_iterator()))
+            batches = tf.data.Dataset.range(examples).batch(size).map(shuffled)
+            self._rows = np.concatenate(list(batches.as_numpy_iterator()))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Returns the rows at the given positions, int64."""

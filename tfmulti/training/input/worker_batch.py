@@ -83,17 +83,12 @@ class WorkerBatch(NamedTuple):
 
 
 def of_any_rows(data: Any) -> Any:
-    """Returns the same tensors with a number of rows that is unknown while a step is traced.
-
-    Args:
-        data: a nest of tensors whose first axis is the rows.
-    """
+    """Returns the same tensors with a number of rows that is unknown while a step is traced."""
 
     def with_unknown_rows(leaf: Any) -> Any:
-        known = isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None
-        if not known:
-            return leaf
-        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+        if isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None:
+            return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=[None, *leaf.shape[1:]])
+        return leaf
 
     return tf.nest.map_structure(with_unknown_rows, data)
 
@@ -101,7 +96,7 @@ def of_any_rows(data: Any) -> Any:
 class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
     """A queue of `WorkerBatch` from which a compiled step takes the next one.
 
-    To take a batch from the queue itself costs a fifth of what an iterator of tf.data adds.
+    Taking a batch from the queue costs a fifth of what an iterator of tf.data costs.
 
     Each element of the queue has the leaves of the rows of each local replica, and then one vector
     of counts: `own_rows`, `first_rows`, `rows` and `lost`.
@@ -123,14 +118,15 @@ class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
             tf.errors.OutOfRangeError: the queue was closed, because the data cannot be read on.
         """
         nest = _FORMS[self.form]
-        specs = leaves_of(nest)
-        types = [spec.dtype for spec in specs] * self.replicas + [tf.int64]
-        *parts, counts = tf.raw_ops.QueueDequeueV2(handle=self.handle, component_types=types)
-        data = []
-        for i in range(self.replicas):
-            own = parts[i * len(specs) : (i + 1) * len(specs)]
-            own = [tf.ensure_shape(t, s.shape) for t, s in zip(own, specs, strict=True)]
-            data.append(tf.nest.pack_sequence_as(nest, own))
+        specs = leaves_of(nest) * self.replicas
+        types = [*(spec.dtype for spec in specs), tf.int64]
+        *leaves, counts = tf.raw_ops.QueueDequeueV2(handle=self.handle, component_types=types)
+        leaves = [tf.ensure_shape(t, s.shape) for t, s in zip(leaves, specs, strict=True)]
+        size = len(leaves) // self.replicas
+        data = [
+            tf.nest.pack_sequence_as(nest, leaves[i * size : (i + 1) * size])
+            for i in range(self.replicas)
+        ]
         counts = tf.ensure_shape(counts, [2 * self.replicas + 2])
         *numbers, rows, lost = tf.unstack(counts)
         own_rows, first_rows = numbers[: self.replicas], numbers[self.replicas :]
@@ -168,30 +164,26 @@ class IndexQueue(tf.experimental.ExtensionType):  # type: ignore[misc]
         specs = leaves_of(nest)
         # The arrays are in the host's memory. So only the rows of the batch go to a GPU.
         with tf.device("CPU:0"):
-            numbers, counts = tf.raw_ops.QueueDequeueV2(
+            indices, counts = tf.raw_ops.QueueDequeueV2(
                 handle=self.handle, component_types=[tf.int64, tf.int64]
             )
             counts = tf.unstack(tf.ensure_shape(counts, [3 * self.replicas + 1]))
             data = []
             for i in range(self.replicas):
-                rows = tf.ensure_shape(numbers[i, : counts[i]], specs[0].shape[:1])
-                own = [
+                rows = tf.ensure_shape(indices[i, : counts[i]], specs[0].shape[:1])
+                leaves = [
                     tf.cast(tf.gather(array, rows), spec.dtype)
                     for array, spec in zip(self.arrays, specs, strict=True)
                 ]
-                data.append(tf.nest.pack_sequence_as(nest, own))
+                data.append(tf.nest.pack_sequence_as(nest, leaves))
         own_rows = tuple(counts[self.replicas : 2 * self.replicas])
         first_rows = tuple(counts[2 * self.replicas : -1])
-        nothing = tf.constant(0, tf.int64)
-        return WorkerBatch(tuple(data), own_rows, first_rows, counts[-1], tf.constant(-1), nothing)
+        lost = tf.constant(0, tf.int64)
+        return WorkerBatch(tuple(data), own_rows, first_rows, counts[-1], tf.constant(-1), lost)
 
 
 class Ahead:
     """A queue whose next batch is copied to the replicas' GPUs while a step runs.
-
-    Args:
-        queue: the queue.
-        gpus: the devices of the local replicas.
 
     Attributes:
         queue: the queue.
@@ -205,7 +197,7 @@ class Ahead:
 
 
 def on_devices(batch: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
-    """Returns the same batch with each replica's rows on its device; text stays on the host."""
+    """Returns the same batch with each replica's rows on its device."""
 
     def copied(tensor: tf.Tensor, device: str) -> tf.Tensor:
         # A GPU cannot hold text.
@@ -215,8 +207,8 @@ def on_devices(batch: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
             return tf.identity(tensor)
 
     data = tuple(
-        tf.nest.map_structure(lambda t, device=device: copied(t, device), own)
-        for own, device in zip(batch.data, devices, strict=True)
+        tf.nest.map_structure(lambda t, device=device: copied(t, device), rows)
+        for rows, device in zip(batch.data, devices, strict=True)
     )
     return batch._replace(data=data)
 
@@ -235,25 +227,12 @@ _FORMS: dict[str, Any] = {}
 
 
 def queue_of(queue: tf.queue.QueueBase, form: Any, replicas: int) -> BatchQueue:
-    """Returns the `BatchQueue` of a queue.
-
-    Args:
-        queue: TensorFlow's queue.
-        form: the form of one replica's rows, a nest of `tf.TensorSpec`.
-        replicas: the number of local replicas.
-    """
+    """Returns the `BatchQueue` of a queue."""
     return BatchQueue(handle=queue.queue_ref, form=_named(form), replicas=replicas)
 
 
 def index_queue_of(queue: tf.queue.QueueBase, arrays: Any, form: Any, replicas: int) -> IndexQueue:
-    """Returns the `IndexQueue` of a queue.
-
-    Args:
-        queue: TensorFlow's queue.
-        arrays: the arrays of all examples, a nest of the same structure as `form`.
-        form: the form of one replica's rows, a nest of `tf.TensorSpec`.
-        replicas: the number of local replicas.
-    """
+    """Returns the `IndexQueue` of a queue."""
     return IndexQueue(
         handle=queue.queue_ref,
         arrays=tuple(leaves_of(arrays)),

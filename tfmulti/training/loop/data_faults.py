@@ -24,15 +24,12 @@ FAULTS_OF_DATA = (tf.errors.InvalidArgumentError, tf.errors.DataLossError)
 
 @contextlib.contextmanager
 def data_faults_explained(feed: Feed) -> Iterator[None]:
-    """Raises, for an error of TensorFlow inside the context, the reason that lies in the data.
-
-    Args:
-        feed: the feed from which the step inside takes its data.
+    """Replaces an error of TensorFlow inside the context by its cause, if the data is the cause.
 
     Raises:
         DataError: the feed cannot read on, a file is damaged, or the parts of a batch have
             different numbers of rows.
-        tf.errors.OpError: the error has another reason. It is raised as it is.
+        tf.errors.OpError: the error has another cause. It is raised as it is.
     """
     try:
         yield
@@ -50,24 +47,20 @@ def data_faults_explained(feed: Feed) -> Iterator[None]:
 
 
 def fault_of_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
-    """Returns why a worker cannot read the data, alike on all workers.
+    """Returns why a worker cannot read the data, the same error on all workers.
 
-    Every worker calls it: it is a collective. If several workers cannot read on, the one with the
-    lowest rank gives the reason.
-
-    Args:
-        strategy: the strategy of the run.
-        feed: this worker's feed, which may have no fault.
+    Every worker calls it: it is a collective. The error is that of the worker with the lowest rank
+    among those that cannot read on.
     """
-    own = feed.find_fault()
-    messages = gather_bytes(strategy, None if own is None else str(own).encode())
+    fault = feed.find_fault()
+    messages = gather_bytes(strategy, None if fault is None else str(fault).encode())
     first = next(message for message in messages if message is not None)
     error: DataError = DataError(first.decode())
     return error
 
 
 def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
-    """Returns the fault of the data that an error of a step tells of, or None."""
+    """Returns the fault of the data that has caused an error of a step, or None."""
     if not isinstance(error, FAULTS_OF_DATA):
         return None
     is_damaged = isinstance(error, tf.errors.DataLossError)
@@ -75,9 +68,9 @@ def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
         message = different_rows()
     else:
         in_files = is_damaged or f"{SCOPE}/" in error.message
-        found = feed.find_fault(in_files=True) if in_files else None
-        if found is not None or not is_damaged:
-            return found
+        fault_in_file = feed.find_fault(in_files=True) if in_files else None
+        if fault_in_file is not None or not is_damaged:
+            return fault_in_file
         first_line = error.message.partition("\n")[0]
         reason = re.sub(r"^.*Iterator::\S+ |\{\{.*?\}\}", "", first_line).strip(" .")
         message = f"a file of the data is damaged: {reason}. Find it, and copy it again."

@@ -91,8 +91,8 @@ class Training:
         rest = None if self.steps is None else self.steps - progress.step
         return self.feed.data.holds(None if rest is None else progress.batches + rest)
 
-    def is_over(self, progress: Progress) -> bool:
-        """Returns whether the next epoch begins a new pass of the data."""
+    def ends_pass(self, progress: Progress) -> bool:
+        """Returns whether the pass ends here, so that the next epoch begins another."""
         data = self.feed.data
         if data.endless:
             return False
@@ -100,11 +100,7 @@ class Training:
         return self.steps_per_epoch is None or is_complete
 
     def validates(self, epoch: int) -> bool:
-        """Returns whether an epoch ends with a validation.
-
-        Args:
-            epoch: the number of the epoch, counted from 0.
-        """
+        """Returns whether an epoch, counted from 0, ends with a validation."""
         frequency = self.validation_freq
         if self.validation is None:
             return False
@@ -116,10 +112,6 @@ class Training:
 def train(model: keras.Model, training: Training) -> Logs:
     """Runs all epochs, and returns the logs of the last one. Every worker calls it.
 
-    Args:
-        model: the prepared, compiled and built model.
-        training: the call of `fit`.
-
     Raises:
         DataError: the data cannot be read, has no batches, or differs between workers.
     """
@@ -128,7 +120,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     progress = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
     logs, is_open = dict(progress.logs), False
     heartbeat().begin()
-    trained, clock = False, StepClock()
+    has_trained, clock = False, StepClock()
     has_ended = progress.epoch >= training.epochs
     if manager is not None and resumed and (not progress.step or has_ended):
         manager.restore(has_ended=has_ended)
@@ -148,17 +140,17 @@ def train(model: keras.Model, training: Training) -> Logs:
         if manager is not None and resumed:
             # Reading the data again may have drawn random numbers, so this comes last.
             manager.restore_random_states()
-        resumed, trained = None, True
-        ended, stopped = _epoch(model, training, progress, clock)
+        resumed, has_trained = None, True
+        has_no_more, stopped = _epoch(model, training, progress, clock)
         logs = dict(progress.logs)
         # Histories hold whole epochs only.
         if state.run.stopped_by is not None:
             break
-        over = ended or training.is_over(progress)
+        is_pass_over = has_no_more or training.ends_pass(progress)
         validates = training.validates(progress.epoch)
-        again = manager.repeated_if_stopped(progress.batches) if manager and validates else None
-        with again or contextlib.nullcontext():
-            if over:
+        repeated = manager.repeated_if_stopped(progress.batches) if manager and validates else None
+        with repeated or contextlib.nullcontext():
+            if is_pass_over:
                 training.feed.end_pass(complete=not stopped)
                 is_open = False
             else:
@@ -169,7 +161,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             break
         callbacks.on_epoch_end(progress.epoch, logs)
         progress.epoch, progress.step, progress.logs = progress.epoch + 1, 0, logs
-        if over:
+        if is_pass_over:
             progress.goes_on, progress.batches = False, 0
         votes = votes_of(model, stop=bool(model.stop_training))
         if _stops(model, votes, _summed(model, votes)):
@@ -178,16 +170,11 @@ def train(model: keras.Model, training: Training) -> Logs:
         # After the last epoch a checkpoint is made in any case.
         if manager is not None and progress.epoch < training.epochs:
             manager.end_epoch(progress)
-    if manager is not None and trained:
+    if manager is not None and has_trained:
         manager.save(progress, wait=True)
     if is_open:
         training.feed.end_pass()
     return logs
-
-
-def _is_whole_pass(feed: Feed, batches: int) -> bool:
-    """Returns whether a number of batches is known to be a whole pass."""
-    return feed.data.steps is not None and batches == feed.data.steps
 
 
 def _validated(model: keras.Model, training: Training) -> Logs:
@@ -201,8 +188,8 @@ def _validated(model: keras.Model, training: Training) -> Logs:
     return {f"val_{name}": value for name, value in logs.items()}
 
 
-def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:
-    """Returns how many examples of a pass could not be read so far, alike on all workers.
+def _lost_in_pass(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:
+    """Returns how many examples of a pass could not be read so far, the same on all workers.
 
     Raises:
         DataError: these are too many, together with those that were lost when the data was loaded.
@@ -215,18 +202,17 @@ def _lost(model: keras.Model, feed: Feed, result: StepResult, before: int) -> in
         if several and int(result.lost):
             raise fault_of_any(model.distribute_strategy, feed)
         return 0
-    more = int(result.lost)
-    state_of(model).run.lost += more
-    lost = before + more
-    if more:
-        reading.check_lost(lost)
-    return lost
+    lost = int(result.lost)
+    state_of(model).run.lost += lost
+    if lost:
+        reading.check_lost(before + lost)
+    return before + lost
 
 
 def _source(feed: Feed, steps: int | None) -> Any:
-    """Returns what the next execution takes from, or None at the end of the data.
+    """Returns what the next execution takes its batches from, or None at the end of the data.
 
-    That is the queue or iterator of the feed for a known number of steps, and one batch otherwise.
+    It is the queue or the iterator of the feed if the number of steps is known, or else one batch.
     """
     with data_faults_explained(feed):
         return next(feed, None) if steps is None else feed.source(steps)
@@ -247,9 +233,9 @@ def _epoch(
     is_long_enough = training.has_all_batches(progress)
     per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
     per_pass = training.steps_per_pass if state.reading.skips_bad else None
-    before = training.first_step(progress) - progress.step
-    for first, last in _executions(training.steps, per_execution, progress.step, per_pass, before):
-        if per_pass and (before + first) % per_pass == 0:
+    earlier = training.first_step(progress) - progress.step
+    for first, last in _executions(training.steps, per_execution, progress.step, per_pass, earlier):
+        if per_pass and (earlier + first) % per_pass == 0:
             progress.lost = 0
         count = last - first + 1
         take = functools.partial(_source, training.feed, count if is_long_enough else None)
@@ -274,7 +260,7 @@ def _epoch(
         state.run.examples += int(result.rows)
         clock.add(result)
         per_execution.add(clock.period_s, clock.inside_s, training.steps_left(progress) - count)
-        progress.lost = _lost(model, training.feed, result, progress.lost)
+        progress.lost = _lost_in_pass(model, training.feed, result, progress.lost)
         progress.step, progress.batches = last + 1, progress.batches + count
         progress.logs = result.epoch_logs
         heartbeat().step(state.run.steps)
@@ -298,13 +284,9 @@ def _epoch(
 def evaluate(
     model: keras.Model, feed: Feed, count: int | None, callbacks: keras.callbacks.CallbackList
 ) -> Logs:
-    """Returns loss and metrics over the first batches of a feed. Every worker calls it.
+    """Returns loss and metrics over the first `count` batches of a feed, or over all for None.
 
-    Args:
-        model: the prepared, compiled and built model.
-        feed: the data.
-        count: the number of batches; None for all.
-        callbacks: the callbacks that this worker runs.
+    Every worker calls it.
 
     Raises:
         DataError: the data cannot be read, has no batches, or differs between workers.
@@ -314,7 +296,7 @@ def evaluate(
     model.reset_metrics()
     logs: Logs = {}
     feed.begin_pass()
-    is_long_enough, taken, lost = feed.data.holds(count), 0, 0
+    is_long_enough, batches, lost = feed.data.holds(count), 0, 0
     stops = False
     for first, last in _executions(
         count, StepsPerExecution(model.steps_per_execution if is_long_enough else 1)
@@ -328,13 +310,13 @@ def evaluate(
         votes = votes_of(model, stop=bool(model.stop_evaluating))
         with data_faults_explained(feed):
             result = run(model, model.test_function, source, steps, votes)
-        logs, taken = result.epoch_logs, last + 1
-        lost = _lost(model, feed, result, lost)
+        logs, batches = result.epoch_logs, last + 1
+        lost = _lost_in_pass(model, feed, result, lost)
         callbacks.on_test_batch_end(last, result.logs)
         stops = _stops(model, votes_of(model, stop=bool(model.stop_evaluating)), result.votes)
         if stops:
             break
-    feed.end_pass(complete=_is_whole_pass(feed, taken) and not stops)
+    feed.end_pass(complete=batches == feed.data.steps and not stops)
     logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -343,13 +325,9 @@ def evaluate(
 def predict(
     model: keras.Model, feed: Feed, count: int | None, callbacks: keras.callbacks.CallbackList
 ) -> Any:
-    """Returns the outputs of the first batches of a feed, rows in order. Every worker calls it.
+    """Returns the outputs of the first `count` batches of a feed, or of all for None.
 
-    Args:
-        model: the prepared model.
-        feed: the data.
-        count: the number of batches; None for all.
-        callbacks: the callbacks that this worker runs.
+    Every worker calls it, and gets the rows in order.
 
     Raises:
         DataError: an example cannot be read, or the data has no batches.
@@ -374,7 +352,7 @@ def predict(
         callbacks.on_predict_batch_end(last, {"outputs": predicted.outputs})
         if model.stop_predicting:
             break
-    feed.end_pass(complete=_is_whole_pass(feed, len(batches)) and not model.stop_predicting)
+    feed.end_pass(complete=len(batches) == feed.data.steps and not model.stop_predicting)
     callbacks.on_predict_end()
     return tf.nest.map_structure(concatenated, *batches)
 
@@ -383,13 +361,6 @@ def run(
     model: keras.Model, execute: Execution, source: Any, count: int, votes: Votes
 ) -> StepResult:
     """Runs an execution and returns its result. Every worker calls it.
-
-    Args:
-        model: the prepared model.
-        execute: the compiled function.
-        source: what the execution takes its batches from.
-        count: the number of its steps.
-        votes: what this worker votes for.
 
     Returns:
         The result, whose `votes` are `Votes` of whole numbers.
@@ -408,19 +379,12 @@ def run(
             "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
             "shuffles alike everywhere."
         )
-    # The votes are read from the device once, for all who use them.
+    # The votes are copied from the device only once.
     return result._replace(votes=Votes(*np.asarray(result.votes).tolist()))
 
 
 def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps: int = 0) -> Votes:
-    """Returns this worker's votes, with the signal that it got.
-
-    Args:
-        model: the prepared model.
-        stop: whether this worker wants to stop.
-        checkpoint: whether it wants a checkpoint after the execution.
-        steps: the number of steps that it wants for each execution; 0 wants no change.
-    """
+    """Returns this worker's votes, with the signal that it got."""
     state = state_of(model)
     return Votes(
         requested=float(stop),
@@ -433,21 +397,13 @@ def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps:
 
 
 def as_floats(logs: Logs) -> Logs:
-    """Returns logs with scalars as floats and arrays as lists.
-
-    Args:
-        logs: logs with tensors, arrays or numbers.
-    """
+    """Returns logs with scalars as floats and arrays as lists."""
     arrays = {name: np.asarray(value) for name, value in logs.items()}
     return {name: float(a) if a.ndim == 0 else a.tolist() for name, a in arrays.items()}
 
 
 def concatenated(*parts: Any) -> Any:
-    """Returns the rows of all parts together, as an array if they are dense.
-
-    Args:
-        *parts: tensors, dense or ragged, with the rows on the first axis.
-    """
+    """Returns the rows of all parts together, as an array if they are dense."""
     joined = tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
     return joined.numpy() if isinstance(joined, tf.Tensor) else joined
 
@@ -457,15 +413,15 @@ def _executions(
     per_execution: StepsPerExecution,
     start: int = 0,
     per_pass: int | None = None,
-    before: int = 0,
+    earlier: int = 0,
 ) -> Iterator[tuple[int, int]]:
     """Yields the first and the last step of each execution of an epoch, from a step on.
 
     If the number of steps is unknown, each execution is one step, because the data may end after
     any step. No execution goes beyond the end of a pass of `per_pass` steps. So the examples that
-    it lost belong to one pass. `before` is the number of steps in the epochs before.
+    it lost belong to one pass. `earlier` is the number of steps in the earlier epochs.
 
-    >>> list(_executions(8, StepsPerExecution(4), 0, per_pass=5, before=8))
+    >>> list(_executions(8, StepsPerExecution(4), 0, per_pass=5, earlier=8))
     [(0, 1), (2, 5), (6, 6), (7, 7)]
     """
     if count is None:
@@ -474,7 +430,7 @@ def _executions(
     while start < count:
         end = min(start + per_execution.at_once, count)
         if per_pass:
-            end = min(end, start + per_pass - (before + start) % per_pass)
+            end = min(end, start + per_pass - (earlier + start) % per_pass)
         first, start = start, end
         yield first, end - 1
 
@@ -490,32 +446,32 @@ def _steps_wanted(model: keras.Model, per_execution: StepsPerExecution) -> int:
 
 def _summed(model: keras.Model, votes: Votes) -> Votes:
     """Returns each vote summed over all workers, for decisions outside of an execution."""
-    of_each = gather(model.distribute_strategy, [int(vote) for vote in votes])
-    return Votes(*map(sum, zip(*of_each, strict=True)))
+    of_workers = gather(model.distribute_strategy, [int(vote) for vote in votes])
+    return Votes(*map(sum, zip(*of_workers, strict=True)))
 
 
-def _stops(model: keras.Model, own: Votes, summed: Votes) -> bool:
-    """Returns whether to stop here, alike on all workers at the same step.
+def _stops(model: keras.Model, votes: Votes, summed: Votes) -> bool:
+    """Returns whether to stop now, the same on all workers at the same step.
 
-    With one worker its own votes count at once. With several workers only the summed votes decide,
-    so a vote counts when it has travelled with an execution.
+    A single worker follows its present votes. Several workers follow the sum of the votes that
+    travelled with the execution.
     """
-    alone = placement_of(model.distribute_strategy).workers == 1
-    reason = (own if alone else summed).reason_to_stop()
+    is_single = placement_of(model.distribute_strategy).workers == 1
+    reason = (votes if is_single else summed).reason_to_stop()
     if reason in ("SIGINT", "SIGTERM"):
         state_of(model).run.stopped_by = reason
         model.stop_training = True
     return reason is not None
 
 
-def _check_data_was_enough(count: int | None, seen: int, ever: int) -> None:
-    """Warns if the data ended after `seen` of `count` steps; raises DataError if it had none."""
-    if ever == 0:
+def _check_data_was_enough(count: int | None, steps: int, steps_of_run: int) -> None:
+    """Warns if the data ended after `steps` of `count` steps; raises DataError if it had none."""
+    if steps_of_run == 0:
         raise DataError("the data has no batches. Give a Dataset that yields at least one.")
     if count is not None:
         warnings.warn(
             documented(
-                f"the data ended after {seen} of {count} steps. "
+                f"the data ended after {steps} of {count} steps. "
                 "Use Dataset.repeat(), or ask for fewer steps."
             ),
             stacklevel=4,

@@ -27,8 +27,8 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
 
     The seed is the one that `prepare` was given. Without one, arrays have the order that plain
     Keras has by the chief's seed of TensorFlow. Other data, and arrays without such a seed, have an
-    order that follows from the state of the chief's global NumPy generator and from how
-    many seeds the model has drawn. The generator keeps its state.
+    order of tfmulti. It follows from the state of the chief's global NumPy generator and from the
+    number of seeds that the model has drawn. The generator keeps its state.
     """
     state = state_of(model)
     if state.options.seed is not None:
@@ -36,22 +36,16 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     state.seeds_drawn += 1
     generator = np.random.RandomState()
     generator.set_state(np.random.get_state())
-    drawn = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
-    seed = global_seed()
+    seed = int(generator.randint(2**20, size=state.seeds_drawn)[-1])
+    keras_seed = global_seed()
+    seeds = [seed, keras_seed is not None, keras_seed or 0]
     # The first worker is the chief.
-    seeds = gather(model.distribute_strategy, [drawn, seed is not None, seed or 0])
-    drawn, has_seed, seed = seeds[0]
-    return Shuffle(drawn, seed if has_seed else None, kind == "batch")
+    seed, has_keras_seed, keras_seed = gather(model.distribute_strategy, seeds)[0]
+    return Shuffle(seed, keras_seed if has_keras_seed else None, kind == "batch")
 
 
 def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
-    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras.
-
-    Args:
-        model: the prepared model.
-        feed: the training data.
-        shuffle: the seeds of its order; None without a shuffle.
-    """
+    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras."""
     state = state_of(model)
     if shuffle is None or not isinstance(feed, PyDatasetFeed) or state.has_printed_order:
         return
@@ -65,10 +59,6 @@ def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None
 
 def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
     """Raises an error if the workers have different data. Every worker calls it.
-
-    Args:
-        model: the prepared model.
-        *feeds: the feeds; None stands for a feed that there is not.
 
     Raises:
         DataError: the workers have different data. All workers raise it.

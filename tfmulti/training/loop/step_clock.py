@@ -36,16 +36,12 @@ class StepClock:
         self._unread: tf.Tensor | None = None
         self._began = time.perf_counter()
 
-    def waiting(self, take: Callable[[], Any]) -> Any:
-        """Calls a function, returns its result, and counts its time as waiting for data.
-
-        Args:
-            take: the function, which takes a batch outside of an execution.
-        """
+    def waiting(self, take_source: Callable[[], Any]) -> Any:
+        """Returns what a function returns, and counts its time as waiting for data."""
         began = time.perf_counter()
-        taken = take()
+        source = take_source()
         self._outside_s += time.perf_counter() - began
-        return taken
+        return source
 
     def start(self) -> None:
         """Marks the begin of an execution."""
@@ -67,9 +63,9 @@ class StepClock:
         """Reads the waiting times of the execution before."""
         if self._unread is None:
             return
-        of_all, own = self._unread.numpy()
-        self._waited_s += float(of_all)
-        self._own_waited_s += float(own)
+        waited_s, own_waited_s = self._unread.numpy()
+        self._waited_s += float(waited_s)
+        self._own_waited_s += float(own_waited_s)
         self._unread = None
 
     def stop(self, state: TrainerState, feed: Feed) -> None:

@@ -84,35 +84,37 @@ def check_rows_are_free(model: keras.Model) -> None:
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the compiled optimizer, and those that the model holds for its own train_step.
 
-    These may be attributes, may stand in lists and dicts of attributes, or in sub-models.
+    The model may hold them as attributes, in lists and dicts of attributes, or in sub-models.
     """
-    optimizers: dict[int, keras.optimizers.Optimizer] = {}
-    seen: set[int] = set()
+    optimizers: list[keras.optimizers.Optimizer] = []
+    visited: set[int] = set()
 
-    def look(thing: Any) -> None:
-        if id(thing) in seen:
+    def search(value: Any) -> None:
+        if id(value) in visited:
             return
-        seen.add(id(thing))
-        if isinstance(thing, keras.optimizers.Optimizer):
-            optimizers[id(thing)] = thing
-        elif isinstance(thing, Mapping):
-            list(map(look, thing.values()))
-        elif isinstance(thing, (list, tuple)):
-            list(map(look, thing))
-        elif isinstance(thing, keras.Model):
-            look(getattr(thing, "optimizer", None))
-            list(map(look, list(vars(thing).values())))
+        visited.add(id(value))
+        inner: list[Any] = []
+        if isinstance(value, keras.optimizers.Optimizer):
+            optimizers.append(value)
+        elif isinstance(value, Mapping):
+            inner = list(value.values())
+        elif isinstance(value, (list, tuple)):
+            inner = list(value)
+        elif isinstance(value, keras.Model):
+            inner = [getattr(value, "optimizer", None), *vars(value).values()]
+        for item in inner:
+            search(item)
 
-    look(model)
-    return list(optimizers.values())
+    search(model)
+    return optimizers
 
 
 @contextlib.contextmanager
 def as_made(model: keras.Model) -> Iterator[None]:
     """Gives the model and its optimizers back the user's classes inside the context."""
-    things = [model, *optimizers_of(model)]
-    things += [inner for t in things[1:] for inner in inner_optimizers(t)]
-    with original_classes(*things):
+    optimizers = optimizers_of(model)
+    inner = [wrapped for optimizer in optimizers for wrapped in inner_optimizers(optimizer)]
+    with original_classes(model, *optimizers, *inner):
         yield
 
 
@@ -124,8 +126,8 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     Args:
         model: the prepared and compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
-        optimizers: whether to build the optimizers of a train_step of the user's own even with one
-            replica, which needs them no sooner. With several replicas they are always built.
+        optimizers: whether to build the optimizers of a user's train_step before the first step,
+            although there is only one replica. With several replicas they are always built.
 
     Raises:
         ModelError: a part was made outside the scope, or a layer is stateful and there are several
@@ -142,9 +144,8 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             ) from None
         if _takes_batches_as_keras(model):
             raise
-        # A step of the user's own may need no call(), as for a GAN. It may also take batches of
-        # another form than (x, y, sample_weight), as for a siamese network. Such a step builds its
-        # parts itself.
+        # A user's step may need no call(), as for a GAN. It may also take batches of another form
+        # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
     if optimizers or model.distribute_strategy.num_replicas_in_sync > 1:
         build_optimizers(model, specs)
     check_scope(model)
@@ -153,8 +154,8 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
 
 def _takes_batches_as_keras(model: keras.Model) -> bool:
     """Returns whether both steps are Keras' own, which take (x, y, sample_weight)."""
-    own, base = type(model), keras.Model
-    return own.train_step is base.train_step and own.test_step is base.test_step
+    cls, base = type(model), keras.Model
+    return cls.train_step is base.train_step and cls.test_step is base.test_step
 
 
 def _build_by_own_step(model: keras.Model, specs: Any) -> None:
@@ -182,13 +183,13 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
         specs: the nest that the step takes; each leaf has a `shape` and a `dtype`.
     """
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
-    taken = state_of(model).traced.optimizer_variables or {}
-    if any(optimizer not in taken for optimizer in unbuilt):
-        taken = _trace_without_effect(model, specs)
+    variables_of = state_of(model).traced.optimizer_variables or {}
+    if any(optimizer not in variables_of for optimizer in unbuilt):
+        variables_of = _trace_without_effect(model, specs)
     with model.distribute_strategy.scope():
         for optimizer in unbuilt:
-            if taken.get(optimizer) is not None:
-                optimizer.build(list(taken[optimizer]))
+            if variables_of.get(optimizer) is not None:
+                optimizer.build(list(variables_of[optimizer]))
 
 
 def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
@@ -215,7 +216,7 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
     # An error of the step is raised again when the step itself is traced.
     with outside, contextlib.suppress(Exception):
         tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
-        variables_of |= {each: None for each in optimizers_of(model) if each not in variables_of}
+        variables_of |= dict.fromkeys(o for o in optimizers_of(model) if o not in variables_of)
     with model.distribute_strategy.scope():
         # The scope makes the layers' variables when it ends.
         without_effect.__exit__()

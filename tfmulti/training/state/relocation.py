@@ -81,31 +81,34 @@ class State:
     Attributes:
         variables: the Keras variables.
         holders: the places that hold a `tf.Variable` directly.
-        models: the models.
-        optimizers: the optimizers.
-        metrics: the metrics.
-        layers: the layers.
-        objects: all objects that have attributes.
+        objects: all objects that have attributes, such as models and optimizers.
     """
 
     variables: list[Any] = field(default_factory=list)
     holders: list[VariableHolder] = field(default_factory=list)
-    models: list[keras.Model] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    metrics: list[keras.metrics.Metric] = field(default_factory=list)
-    layers: list[keras.layers.Layer] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers among the objects."""
+        return [owner for owner in self.objects if isinstance(owner, keras.optimizers.Optimizer)]
+
+    @property
+    def models_and_optimizers(self) -> list[Any]:
+        """The objects to which Keras gives a strategy."""
+        kinds = (keras.Model, keras.optimizers.Optimizer)
+        return [owner for owner in self.objects if isinstance(owner, kinds)]
 
     def named(self) -> dict[str, Any]:
         """Returns every `tf.Variable` once, by a unique name that a user understands."""
         named: dict[str, Any] = {}
-        seen: set[int] = set()
+        ids: set[int] = set()
         pairs = [(v.path, tf_variable_of(v)) for v in self.variables]
         pairs += [(holder.name, holder.variable) for holder in self.holders]
         for name, variable in pairs:
-            if variable is None or id(variable) in seen:
+            if variable is None or id(variable) in ids:
                 continue
-            seen.add(id(variable))
+            ids.add(id(variable))
             unique, count = name, 1
             while unique in named:
                 count += 1
@@ -115,11 +118,7 @@ class State:
 
 
 def find(*roots: Any) -> State:
-    """Returns the variables in the given objects, and in everything that these hold.
-
-    Args:
-        *roots: models or other objects.
-    """
+    """Returns the variables in the given objects, and in everything that these hold."""
     return _Search().run(roots)
 
 
@@ -130,114 +129,107 @@ class _Search:
         self.state = State()
         # The dict keeps the objects alive, so that Python uses no id again.
         self._seen: dict[int, Any] = {}
-        self._waiting: list[tuple[Any, str, Callable[[Any], None]]] = []
+        self._stack: list[tuple[Any, str, Callable[[Any], None]]] = []
 
     def run(self, roots: Sequence[Any]) -> State:
         """Searches from the given objects, and returns what was found."""
-        self._waiting = [(root, type(root).__name__, _not_replaceable) for root in roots[::-1]]
-        while self._waiting:
-            self._look(*self._waiting.pop())
+        self._add([(root, type(root).__name__, _not_replaceable) for root in roots])
+        while self._stack:
+            self._look(*self._stack.pop())
         return self.state
 
-    def _look(self, thing: Any, name: str, put: Callable[[Any], None]) -> None:
+    def _look(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
         """Looks at one object, which is in a place with a name and a `put`."""
-        if isinstance(thing, keras.Variable):
-            if not self._is_known(thing):
-                self.state.variables.append(thing)
-        elif isinstance(thing, tf.Variable):
-            # Every place of a variable is noted, since each must get the new variable.
-            self.state.holders.append(VariableHolder(name, thing, put))
-        elif isinstance(thing, (list, tuple, set, frozenset, Mapping)):
-            if not self._is_known(thing):
-                self._look_into(thing, name, put)
-        elif isinstance(thing, types.FunctionType):
-            if not _is_of_library(thing.__module__) and not self._is_known(thing):
-                self._look_at_function(thing)
-        elif isinstance(thing, types.MethodType):
-            self._add([(thing.__self__, name, put), (thing.__func__, name, put)])
-        elif isinstance(thing, functools.partial):
-            parts = [thing.func, *thing.args, *thing.keywords.values()]
+        if isinstance(value, keras.Variable):
+            if not self._is_known(value):
+                self.state.variables.append(value)
+        elif isinstance(value, tf.Variable):
+            # Every place of a variable is noted, because all places must get the new variable.
+            self.state.holders.append(VariableHolder(name, value, put))
+        elif isinstance(value, (list, tuple, set, frozenset, Mapping)):
+            if not self._is_known(value):
+                self._look_into(value, name, put)
+        elif isinstance(value, types.FunctionType):
+            if not _is_of_library(value.__module__) and not self._is_known(value):
+                self._look_at_function(value)
+        elif isinstance(value, types.MethodType):
+            self._add([(value.__self__, name, put), (value.__func__, name, put)])
+        elif isinstance(value, functools.partial):
+            parts = [value.func, *value.args, *value.keywords.values()]
             self._add([(part, name, _not_replaceable) for part in parts])
         # A `tf.function` holds the user's function in this attribute.
-        elif hasattr(thing, "python_function") and not self._is_known(thing):
-            self._add([(thing.python_function, name, put)])
-        elif _has_state(thing) and not self._is_known(thing):
-            self._look_at_object(thing)
+        elif hasattr(value, "python_function") and not self._is_known(value):
+            self._add([(value.python_function, name, put)])
+        elif _has_state(value) and not self._is_known(value):
+            self._look_at_object(value)
 
-    def _is_known(self, thing: Any) -> bool:
+    def _is_known(self, value: Any) -> bool:
         """Returns whether the search has seen an object before, and marks it as seen."""
-        known = id(thing) in self._seen
-        self._seen[id(thing)] = thing
-        return known
+        is_known = id(value) in self._seen
+        self._seen[id(value)] = value
+        return is_known
 
-    def _add(self, things: Sequence[tuple[Any, str, Callable[[Any], None]]]) -> None:
-        """Adds objects to the stack, so that the first of them is looked at next."""
-        self._waiting += things[::-1]
+    def _add(self, places: Sequence[tuple[Any, str, Callable[[Any], None]]]) -> None:
+        """Adds objects with their places to the stack, so that the first of them comes next."""
+        self._stack += places[::-1]
 
-    def _look_into(self, box: Any, name: str, put: Callable[[Any], None]) -> None:
+    def _look_into(self, container: Any, name: str, put: Callable[[Any], None]) -> None:
         """Adds the items of a container to the stack."""
-        first = next(iter(box), None)
+        first = next(iter(container), None)
         is_data = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
-        if isinstance(box, Mapping):
-            items = [(v, f"{name}[{k!r}]", _putter(box, k)) for k, v in list(box.items())]
-        elif len(box) > _SHORT_LIST and is_data:
+        if isinstance(container, Mapping):
+            pairs = list(container.items())
+            places = [(v, f"{name}[{k!r}]", _putter(container, k)) for k, v in pairs]
+        elif len(container) > _SHORT_LIST and is_data:
             return
-        elif isinstance(box, tuple):
-            items = [(v, f"{name}[{i}]", _tuple_putter(box, i, put)) for i, v in enumerate(box)]
-        elif isinstance(box, list):
-            items = [(v, f"{name}[{i}]", _putter(box, i)) for i, v in enumerate(box)]
+        elif isinstance(container, tuple):
+            numbered = enumerate(container)
+            places = [(v, f"{name}[{i}]", _tuple_putter(container, i, put)) for i, v in numbered]
+        elif isinstance(container, list):
+            places = [(v, f"{name}[{i}]", _putter(container, i)) for i, v in enumerate(container)]
         else:
-            items = [(v, name, _not_replaceable) for v in list(box)]
-        self._add(items)
+            places = [(v, name, _not_replaceable) for v in list(container)]
+        self._add(places)
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         """Adds what a function of the user's own takes from its closure and its globals."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        things: list[Any] = []
+        places: list[Any] = []
         for name, cell in cells:
             # An empty cell raises ValueError.
             with contextlib.suppress(ValueError):
-                things.append((cell.cell_contents, name, _cell_putter(cell)))
+                places.append((cell.cell_contents, name, _cell_putter(cell)))
         outside = function.__globals__
         kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
         for name in function.__code__.co_names:
             if isinstance(outside.get(name), kinds):
-                things.append((outside[name], name, _putter(outside, name)))
-        self._add(things)
+                places.append((outside[name], name, _putter(outside, name)))
+        self._add(places)
 
-    def _look_at_object(self, thing: Any) -> None:
-        """Notes an object by its kind, and adds its attributes and the user's methods."""
-        state = self.state
-        state.objects.append(thing)
-        if isinstance(thing, keras.Model):
-            state.models.append(thing)
-        if isinstance(thing, keras.layers.Layer):
-            state.layers.append(thing)
-        if isinstance(thing, keras.optimizers.Optimizer):
-            state.optimizers.append(thing)
-        if isinstance(thing, keras.metrics.Metric):
-            state.metrics.append(thing)
-        attributes = vars(thing)
-        things = [
-            (value, f"{name} of {type(thing).__name__}", _putter(attributes, name))
-            for name, value in attributes_of(thing)
+    def _look_at_object(self, owner: Any) -> None:
+        """Notes an object, and adds its attributes and the user's methods."""
+        self.state.objects.append(owner)
+        attributes = vars(owner)
+        places = [
+            (value, f"{name} of {type(owner).__name__}", _putter(attributes, name))
+            for name, value in attributes_of(owner)
             if name != trainer_state.ATTRIBUTE
         ]
-        for cls in type(thing).__mro__:
+        for cls in type(owner).__mro__:
             if not _is_of_library(cls.__module__):
-                things += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
-        self._add(things)
+                places += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
+        self._add(places)
 
 
 def _is_of_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-def _has_state(thing: Any) -> bool:
-    """Returns whether an object may hold variables: one of Keras' kinds, or one of the user's."""
-    if isinstance(thing, (type, types.ModuleType)) or not hasattr(thing, "__dict__"):
+def _has_state(value: Any) -> bool:
+    """Returns whether an object may hold variables: one of Keras, or one of a user's class."""
+    if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
-    return isinstance(thing, _OF_KERAS) or not _is_of_library(type(thing).__module__)
+    return isinstance(value, _OF_KERAS) or not _is_of_library(type(value).__module__)
 
 
 def _not_replaceable(value: Any) -> None:
@@ -248,30 +240,30 @@ def _not_replaceable(value: Any) -> None:
     )
 
 
-def _putter(box: Any, key: Any) -> Callable[[Any], None]:
+def _putter(container: Any, key: Any) -> Callable[[Any], None]:
     """Returns a `put` for an item, which bypasses Keras' and TensorFlow's tracking containers."""
 
     def put(value: Any) -> None:
-        if isinstance(box, list):
-            list.__setitem__(box, key, value)
-        elif isinstance(box, dict):
-            dict.__setitem__(box, key, value)
+        if isinstance(container, list):
+            list.__setitem__(container, key, value)
+        elif isinstance(container, dict):
+            dict.__setitem__(container, key, value)
         else:
-            box[key] = value
+            container[key] = value
 
     return put
 
 
-def _tuple_putter(box: Any, at: int, put: Callable[[Any], None]) -> Callable[[Any], None]:
+def _tuple_putter(container: Any, index: int, put: Callable[[Any], None]) -> Callable[[Any], None]:
     """Returns a `put` for an item of a tuple, which puts a new tuple into the tuple's place."""
-    current = list(box)
+    items = list(container)
 
-    def put_one(value: Any) -> None:
-        current[at] = value
-        items = list(current)
-        put(type(box)(*items) if hasattr(box, "_fields") else type(box)(items))
+    def put_item(value: Any) -> None:
+        items[index] = value
+        kind = type(container)
+        put(kind(*items) if hasattr(container, "_fields") else kind(items))
 
-    return put_one
+    return put_item
 
 
 def _cell_putter(cell: types.CellType) -> Callable[[Any], None]:
@@ -316,10 +308,8 @@ def without_strategy(device: str | None) -> Iterator[None]:
     """Leaves every strategy's scope inside the context, and runs operations at once.
 
     A strategy's scope belongs to the default graph, so it does not reach another graph. TensorFlow
-    does not allow entering the scope of the default strategy within another scope.
-
-    Args:
-        device: the device of the operations inside; None leaves it to TensorFlow.
+    does not allow entering the scope of the default strategy within another scope. The operations
+    run on `device`; None leaves it to TensorFlow.
     """
     with tf.Graph().as_default(), eager_mode(), tf.device(device):
         yield
@@ -330,25 +320,21 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
     """Replaces all variables inside the context by plain ones on one device.
 
     The plain variables begin with the values of this process' first replica. Models and optimizers
-    belong to no strategy inside. Afterwards everything has its old variables again, with the values
-    that they had.
-
-    Args:
-        state: what `find` returned.
-        device: the device; None leaves it to TensorFlow.
+    belong to no strategy inside. Afterwards the model has its original variables again, with their
+    values. A `device` of None leaves it to TensorFlow.
 
     Yields:
         Each plain variable, by the id of the `tf.Variable` that it replaces.
     """
-    old = [(v, tf_variable_of(v)) for v in state.variables]
-    old = [(v, tf_variable) for v, tf_variable in old if tf_variable is not None]
-    strategies = [(each, strategy_of(each)) for each in _with_strategy(state)]
+    original = [(v, tf_variable_of(v)) for v in state.variables]
+    original = [(v, tf_variable) for v, tf_variable in original if tf_variable is not None]
+    strategies = [(owner, strategy_of(owner)) for owner in state.models_and_optimizers]
     with without_strategy(device):
         plain: dict[int, tf.Variable] = {}
         keys = variable_keys(state.optimizers, state.variables)
         exchanged: list[Any] = []
         try:
-            for variable, tf_variable in old:
+            for variable, tf_variable in original:
                 if id(tf_variable) not in plain:
                     plain[id(tf_variable)] = _plain(tf_variable, variable)
                 set_tf_variable(variable, plain[id(tf_variable)])
@@ -356,17 +342,17 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
                 if id(holder.variable) not in plain:
                     plain[id(holder.variable)] = _plain(holder.variable, holder.variable)
                 holder.put(plain[id(holder.variable)])
-            for each, _ in strategies:
-                set_strategy(each, None)
+            for owner, _ in strategies:
+                set_strategy(owner, None)
             exchanged = exchange_keys(state.optimizers, keys)
             yield plain
         finally:
-            for variable, tf_variable in old:
+            for variable, tf_variable in original:
                 set_tf_variable(variable, tf_variable)
             for holder in state.holders:
                 holder.put(holder.variable)
-            for each, strategy in strategies:
-                set_strategy(each, strategy)
+            for owner, strategy in strategies:
+                set_strategy(owner, strategy)
             restore_keys(exchanged)
 
 
@@ -375,11 +361,6 @@ def _plain(variable: tf.Variable, like: Any) -> tf.Variable:
     value = np.asarray(components(variable)[0])
     trainable = bool(getattr(like, "trainable", False))
     return tf.Variable(value, dtype=variable.dtype, trainable=trainable)
-
-
-def _with_strategy(state: State) -> list[Any]:
-    """Returns the objects that Keras gives a strategy: models and optimizers."""
-    return [*state.models, *state.optimizers]
 
 
 def enter(model: keras.Model) -> None:
@@ -424,9 +405,9 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
         ModelError: a variable was made in the scope of another strategy.
     """
     state = find(model)
-    for each in _with_strategy(state):
-        if strategy_of(each) is not strategy:
-            set_strategy(each, strategy)
+    for owner in state.models_and_optimizers:
+        if strategy_of(owner) is not strategy:
+            set_strategy(owner, strategy)
     created = strategy.extended.variable_created_in_scope
     outside = [
         v for v in state.variables if (old := tf_variable_of(v)) is not None and not created(old)

@@ -64,12 +64,7 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     """Restores what `capture` and `capture_trained` returned, in a built model.
 
     A layer that only training calls may not have made its seeds yet. `restore_late` restores these
-    when the layer has made them.
-
-    Args:
-        model: the prepared, compiled and built model.
-        tree: what `capture` returned.
-        trained: what `capture_trained` returned.
+    seeds when the layer has made them.
 
     Raises:
         ResumeError: the model, its optimizer or its metrics have other variables.
@@ -90,8 +85,8 @@ def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> boo
     """Returns whether a saved variable is a seed of a layer that exists but is not built yet."""
     if name in variables or not re.search(rf"/{SEED}( \d+)?$", name):
         return False
-    within = [(path, layer) for path, layer in places_of(model).items() if name.startswith(path)]
-    return any(not layer.built for path, layer in within if name[len(path)] == "/")
+    layers = places_of(model).items()
+    return any(not layer.built for path, layer in layers if name.startswith(f"{path}/"))
 
 
 def restore_late(model: keras.Model) -> None:
@@ -130,8 +125,8 @@ def metric_states(model: keras.Model) -> Tree:
     variables = replica_context.metric_variables(model)
     if not variables:
         return {}
-    known, read = _readers.get(model, ([], None))
-    if read is None or [id(v) for v in known] != [id(v) for v in variables]:
+    cached, read = _readers.get(model, ([], None))
+    if read is None or [id(v) for v in cached] != [id(v) for v in variables]:
         # The function is kept, so that it is traced once and not at each checkpoint.
         read = _reader(model.distribute_strategy, variables)
         _readers[model] = (variables, read)
@@ -153,12 +148,12 @@ def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Calla
         context = tf.distribute.get_replica_context()
         count = context.num_replicas_in_sync
         is_own = tf.range(count) == tf.cast(context.replica_id_in_sync_group, tf.int32)
-        own = []
+        parts = []
         for variable in variables:
             value = tf.convert_to_tensor(variable.value)
-            here = tf.reshape(is_own, [count, *[1] * value.shape.rank])
-            own.append(tf.where(here, value, tf.zeros([], value.dtype)))
-        return replica_context.sum_together(own)
+            mask = tf.reshape(is_own, [count, *[1] * value.shape.rank])
+            parts.append(tf.where(mask, value, tf.zeros([], value.dtype)))
+        return replica_context.sum_together(parts)
 
     def states() -> Any:
         return strategy.experimental_local_results(strategy.run(on_replica))[0]
@@ -193,31 +188,37 @@ def _set_metric_states(model: keras.Model, saved: Tree) -> None:
 def _of_replicas(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
     """Returns a metric variable's value for each of `count` replicas, [count, …].
 
-    If the number of replicas has changed, the first replica gets the sum of the saved values. A
-    variable that is averaged has the mean everywhere. One that counts on the first replica only has
-    that replica's value everywhere.
+    If the number of replicas has changed, the first replica gets the sum of the saved values. All
+    replicas get a mean, or a value that counts on the first replica only.
     """
     if len(states) == count:
         return states
+    value = merged(states, variable)
+    is_sum = variable.aggregation not in ("mean", "only_first_replica")
+    return np.stack([value, *[np.zeros_like(value) if is_sum else value] * (count - 1)])
+
+
+def merged(states: np.ndarray, variable: Any) -> Any:
+    """Returns a metric variable's value over all replicas, from its values [replicas, …]."""
     if variable.aggregation == "mean":
-        return np.stack([states.mean(0, dtype=states.dtype)] * count)
+        return states.mean(0, dtype=states.dtype)
     if variable.aggregation == "only_first_replica":
-        return np.stack([states[0]] * count)
-    return np.stack([states.sum(0, dtype=states.dtype), *[np.zeros_like(states[0])] * (count - 1)])
+        return states[0]
+    return states.sum(0, dtype=states.dtype)
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
-    """Returns names of metric variables that are unique by their numbers."""
+    """Returns names of metric variables, which are unique because each begins with a number."""
     return [f"{number} {variable.name}" for number, variable in enumerate(variables)]
 
 
 def random_states() -> Tree:
     """Returns the states of Python's and NumPy's generators, for `set_random_states`."""
     kind, numbers, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, python_numbers, following = random.getstate()
+    version, python_numbers, next_gauss = random.getstate()
     return {
         "numpy": [str(kind), np.asarray(numbers), int(position), int(has_gauss), float(gauss)],
-        "python": [version, np.array(python_numbers, np.uint64), following],
+        "python": [version, np.array(python_numbers, np.uint64), next_gauss],
     }
 
 
@@ -225,5 +226,5 @@ def set_random_states(saved: Tree) -> None:
     """Sets Python's and NumPy's generators to the states that `random_states` returned."""
     kind, numbers, position, has_gauss, gauss = saved["numpy"]
     np.random.set_state((kind, numbers, position, has_gauss, gauss))
-    version, python_numbers, following = saved["python"]
-    random.setstate((version, tuple(int(number) for number in python_numbers), following))
+    version, python_numbers, next_gauss = saved["python"]
+    random.setstate((version, tuple(int(number) for number in python_numbers), next_gauss))

@@ -30,10 +30,10 @@ class RunCounts:
     Attributes:
         steps: the steps.
         examples: the examples.
-        steps_before: those of the steps that were taken before the run was resumed here.
-        examples_before: those of the examples that were taken before.
+        steps_before: the steps before the run was resumed in this process.
+        examples_before: the examples before the run was resumed in this process.
         lost: how many examples could not be read.
-        stopped_by: the signal for which the workers stopped the run, the same on all workers.
+        stopped_by: the signal that stopped the run, the same on all workers.
     """
 
     steps: int = 0
@@ -69,7 +69,8 @@ class TracedStep:
         count: how often an execution of training was traced.
         gathers: whether a step gathers rows, which it can do only once in an execution.
         unknown: the reasons why it is unknown how values of the steps depend on the rows.
-        is_compared_now: whether a comparison with one device runs, which may settle the reasons.
+        is_compared_now: whether a comparison with one device runs. It may show that the reasons do
+            not matter.
         optimizer_variables: the variables of each optimizer, from a trace of the step that built
             its parts; None before such a trace.
     """
@@ -91,9 +92,9 @@ class TrainerState:
         run: the counts of the last `fit`.
         epoch: the times of its last epoch.
         traced: what tracing has told about the steps.
-        wants_comparison: whether a callback of this worker asks all to compare their times.
-        compares: whether all workers compare them after this execution, in `on_train_batch_end`.
-            `epoch` then has the times of the epoch so far.
+        wants_comparison: whether a callback of this worker asks all workers to compare their times.
+        compares: whether all workers compare their times after this execution, in
+            `on_train_batch_end`. `epoch` then has the times of the epoch so far.
         verification: the result of the last comparison with one device.
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
@@ -139,9 +140,5 @@ def interrupt(model: object, reason: str) -> None:
     """Makes a running `fit` or `evaluate` end after the next execution, on all workers.
 
     It is safe to call this from a signal handler or from another thread.
-
-    Args:
-        model: the prepared model.
-        reason: SIGINT or SIGTERM.
     """
     state_of(model).interrupted = reason

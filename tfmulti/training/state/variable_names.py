@@ -1,8 +1,11 @@
 """Names of variables that are the same for every model that is built in the same way.
 
 Keras' own names count all layers of a process. So the same model made twice has `dense` and
-`dense_2`, and the optimizer's slots are named after these. Here a variable's name tells the place
-of its layer in the model and the layer's class.
+`dense_2`, and the optimizer's slots are named after these. The names of this module consist of the
+position of the layer in the model, the class of the layer, and the name within the layer:
+
+    Sequential/1 Dense/kernel
+    optimizer Adam/3 momentum of Sequential/1 Dense/kernel
 """
 
 from __future__ import annotations
@@ -18,11 +21,7 @@ from tfmulti.training.state.model_checks import optimizers_of
 
 
 def named_variables(model: keras.Model) -> dict[str, Any]:
-    """Returns all variables except those of metrics by name, layers first, then optimizers.
-
-    Names are such as `Sequential/1 Dense/kernel` and
-    `optimizer Adam/3 momentum of Sequential/1 Dense/kernel`.
-    """
+    """Returns all variables except those of metrics by name, layers first, then optimizers."""
     metrics = {id(v) for v in replica_context.metric_variables(model)}
     named: dict[str, Any] = {}
     names: dict[int, str] = {}
@@ -44,8 +43,8 @@ def named_variables(model: keras.Model) -> dict[str, Any]:
     for number, optimizer in enumerate(optimizers_of(model)):
         group = f"optimizer {number}" if number else "optimizer"
         slots = _Slots(model, names)
-        for at, variable in enumerate(optimizer.variables):
-            add(f"{group} {type(optimizer).__name__}/{at} {slots.name(variable)}", variable)
+        for index, variable in enumerate(optimizer.variables):
+            add(f"{group} {type(optimizer).__name__}/{index} {slots.name(variable)}", variable)
     return named
 
 
@@ -54,16 +53,16 @@ def places_of(model: keras.Model) -> dict[str, Any]:
     return dict(_places(model, type(model).__name__, set()))
 
 
-def _places(layer: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    seen.add(id(layer))
+def _places(layer: Any, place: str, visited: set[int]) -> Iterator[tuple[str, Any]]:
+    visited.add(id(layer))
     yield place, layer
     for number, inner in enumerate(sublayers(layer)):
-        if id(inner) not in seen:
-            yield from _places(inner, f"{place}/{number} {type(inner).__name__}", seen)
+        if id(inner) not in visited:
+            yield from _places(inner, f"{place}/{number} {type(inner).__name__}", visited)
 
 
 class _Slots:
-    """Names an optimizer's variables, in whose Keras names the path of a weight stands."""
+    """Names the variables of an optimizer. Keras' names for them contain the path of a weight."""
 
     def __init__(self, model: keras.Model, names: dict[int, str]) -> None:
         paths = {v.path.replace("/", "_"): names[id(v)] for v in model.trainable_variables}
@@ -72,7 +71,7 @@ class _Slots:
     def name(self, variable: Any) -> str:
         """Returns a name such as `momentum of Sequential/1 Dense/kernel`, or Keras' own name."""
         for path, name in self._paths:
-            before, found, slot = variable.name.partition(f"{path}_")
-            if found:
-                return f"{before}{slot} of {name}"
+            prefix, separator, slot = variable.name.partition(f"{path}_")
+            if separator:
+                return f"{prefix}{slot} of {name}"
         return str(variable.name)

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import connections
-from tfmulti.distribution.strategies import Placement
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.random_numbers import step_generator
 from tfmulti.launch.heartbeat import heartbeat
@@ -41,40 +41,40 @@ class Execution:
     """A compiled function of training or evaluation: `execution(source, steps, votes)`.
 
     A call runs `steps` steps from a queue or an iterator of global batches. It can also run one
-    step on a `WorkerBatch` or an Optional of a batch. It returns a `StepResult`. `votes` are those
-    of this worker.
+    step on a `WorkerBatch` or an Optional of a batch. It returns a `StepResult`. `votes` are the
+    votes of this worker.
 
-    An iterator must have as many batches as there are steps. A step without a batch would still do
-    everything that needs no data: it would draw seeds and count itself.
+    An iterator must have as many batches as there are steps. A step without a batch would still
+    draw seeds and increase the step counter, because these need no data.
 
     Args:
         model: the prepared and compiled model.
-        placement: this process' place among the workers.
         training: whether the steps are `train_step` or `test_step`.
 
     Attributes:
-        one: runs a step; takes a source and votes.
-        several: runs several steps; takes an iterator, the number of steps, and votes.
-        one_and_next: runs a step and takes the next batch meanwhile (`Ahead`); takes a queue, a
-            `WorkerBatch` and votes.
+        one: the function of one step, with a source and votes as arguments.
+        several: the function of several steps, with an iterator, the number of steps, and votes.
+        one_and_next: the function of one step that copies the next batch meanwhile (`Ahead`), with
+            a queue, a `WorkerBatch` and votes.
         is_verified: whether the first steps were compared with one device (`verification`).
     """
 
-    def __init__(self, model: keras.Model, placement: Placement, *, training: bool) -> None:
+    def __init__(self, model: keras.Model, *, training: bool) -> None:
         self.is_verified = False
         # A source, and the concrete function that was traced for it.
         self._traced: tuple[Any, Any] | None = None
         self._training = training
         installation.install()
         seeds = step_generator(model)
-        self._model, self._placement, self._state = model, placement, state_of(model)
+        self._model, self._state = model, state_of(model)
+        self._placement = placement = placement_of(model.distribute_strategy)
         logs = StepLogs(model)
-        self._step = make_step(model, placement, seeds, logs, training=training)
-        self._summary = Summary(model, placement, logs, training=training)
-        next_agreed_batch = taking_agreed_rows(model, placement)
+        self._step = make_step(model, seeds, logs, training=training)
+        self._summary = Summary(model, logs, training=training)
+        next_agreed_batch = taking_agreed_rows(model)
         self._take = next_agreed_batch or self._next_batch
-        # The collective of `next_agreed_batch` must not run beside the collectives of another step.
-        # So no batch is taken ahead where it is needed.
+        # The collective of `next_agreed_batch` must not run at the same time as the collectives of
+        # another step. So with this function no batch is taken ahead.
         compiles = not model.run_eagerly
         self._goes_ahead = compiles and next_agreed_batch is None and model.steps_per_execution == 1
         self._may_gather = compiles and placement.replicas > 1
@@ -92,7 +92,7 @@ class Execution:
         with connections.own_errors(self._placement):
             result = self._call(source, steps, votes)
         name = "train_step" if self._training else "test_step"
-        warn_of_unknown(self._model, self._placement, name)
+        warn_of_unknown(self._model, name)
         return result
 
     def _call(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
@@ -112,8 +112,8 @@ class Execution:
             self._build_by(function, *inputs)
         if steps > 1 and self._may_gather:
             if function.experimental_get_tracing_count() == 0:
-                # Tracing tells whether the steps gather rows. A collective within a function takes
-                # one shape in each call, so batches of different sizes need a call each.
+                # Tracing shows whether the steps gather rows. A collective inside a function has
+                # one shape in each call, so batches of different sizes need separate calls.
                 function.get_concrete_function(*inputs)
             if self._state.traced.gathers:
                 return self._one_by_one(source, steps, vote)
@@ -131,11 +131,6 @@ class Execution:
 
         If the next call has the same source, it uses the traced function. It is not traced again,
         even if the call comes from another thread or scope.
-
-        Args:
-            source: as for a call.
-            steps: as for a call.
-            votes: as many numbers as for a call.
         """
         if self._model.run_eagerly:
             return
@@ -176,10 +171,10 @@ class Execution:
         report_trace()
         before = self._summary.before()
         totals = Totals.nothing(self._placement).counted(batch)
-        following = on_devices(self._next_batch(source), self._placement.gpus)
+        upcoming = on_devices(self._next_batch(source), self._placement.gpus)
         results = self._step(batch)
-        totals = totals.after(results).waited_for(time_of(following))
-        return self._summary.after(batch, results, votes, before, totals), following
+        totals = totals.after(results).waited_for(time_of(upcoming))
+        return self._summary.after(batch, results, votes, before, totals), upcoming
 
     def _several(self, iterator: Any, steps: tf.Tensor, votes: tf.Tensor) -> StepResult:
         """Runs all steps but the last in a loop, and then the last one, whose logs it returns."""
@@ -204,7 +199,7 @@ class Execution:
         """Runs several steps by one call each."""
         results = [self.one(source, vote) for _ in range(steps)]
         summed = ("rows", "lost", "waits_s")
-        sums = {name: tf.add_n([getattr(each, name) for each in results]) for name in summed}
+        sums = {name: tf.add_n([getattr(result, name) for result in results]) for name in summed}
         last: StepResult = results[-1]
         return last._replace(**sums)
 

@@ -65,11 +65,6 @@ class Collector:
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
         """Adds the gradients of one pass, weighted by its rows, to those of the earlier passes.
 
-        Args:
-            optimizer: the optimizer that was to apply them.
-            gradients: dense gradients, `tf.IndexedSlices` or None.
-            variables: the variables of the gradients.
-
         Raises:
             ModelError: the pass updates a second time, which needs the weights of the first update.
         """
@@ -102,11 +97,6 @@ class Collector:
 def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     """Gives gradients to the taker of this thread.
 
-    Args:
-        optimizer: the optimizer that was to apply them.
-        gradients: dense gradients, `tf.IndexedSlices` or None.
-        variables: the variables of the gradients.
-
     Returns:
         Whether there is a taker; if not, the optimizer must apply the gradients.
     """
@@ -122,26 +112,19 @@ def run(
 ) -> dict[str, Any]:
     """Runs a step in several passes over a replica's rows, and returns its logs.
 
-    Args:
-        model: the prepared model.
-        step: computes one part of the rows, and updates the metrics by them.
-        data: the replica's rows.
-        replica_slice: the replica slice.
-        passes: the number of passes.
-
     Returns:
         The mean of the passes' logs, by rows.
     """
     parts = [_part(data, replica_slice, passes, number) for number in range(passes)]
     divisors = _divisors_of(model, step, parts)
     seeds = seed_variables(model)
-    drawn = [tf.identity(seed.value) for seed in seeds]
+    seeds_before = [tf.identity(seed.value) for seed in seeds]
     sums, logs = Collector(), []
     for number, (rows, part) in enumerate(parts):
         with tf.control_dependencies(sums.tensors()):
-            # All passes must draw from the same seeds: one device draws once for all rows.
+            # One device draws once for all rows, so all passes must draw from the same seeds.
             if number:
-                for seed, value in zip(seeds, drawn, strict=True):
+                for seed, value in zip(seeds, seeds_before, strict=True):
                     seed.assign(value)
             with sums.taking(), divisors.in_use():
                 logs.append(step(rows, part))
@@ -156,17 +139,18 @@ def _part(
     start, stop = sharding.slice_bounds(
         replica_slice.own_rows, passes, tf.constant(number, tf.int64), tf.minimum
     )
-    read = tf.maximum(replica_slice.own_rows, 1)
-    begin, end = sharding.rows_to_read(start, stop, read, tf.minimum)
-    known = None
+    begin, end = sharding.rows_to_read(
+        start, stop, tf.maximum(replica_slice.own_rows, 1), tf.minimum
+    )
+    known_rows = None
     if replica_slice.read_rows is not None and replica_slice.read_rows % passes == 0:
-        known = replica_slice.read_rows // passes
-        begin, end = number * known, (number + 1) * known
+        known_rows = replica_slice.read_rows // passes
+        begin, end = number * known_rows, (number + 1) * known_rows
     part = replica_slice._replace(
         weight=part_of(stop - start, replica_slice.global_rows),
         own_rows=stop - start,
         first_row=replica_slice.first_row + tf.cast(begin, tf.int64),
-        read_rows=known,
+        read_rows=known_rows,
         is_whole=False,
     )
     return rows_of(data, begin, end), part
@@ -220,5 +204,5 @@ def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> d
 
 
 def _as_floats(logs: dict[str, Any]) -> dict[str, tf.Tensor]:
-    """Returns logs of which whole numbers and booleans are cast to float32."""
+    """Returns the logs, with whole numbers and booleans cast to float32."""
     return {n: v if v.dtype.is_floating else tf.cast(v, tf.float32) for n, v in logs.items()}

@@ -17,13 +17,18 @@ from tfmulti.distribution import (
     row_labels,
 )
 from tfmulti.distribution.replica_slice import computing
-from tfmulti.distribution.strategies import Placement
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
-from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.execution import report_trace
-from tfmulti.training.step.step import next_batch, step_of, warn_of_unknown, without_autograph
+from tfmulti.training.step.step import (
+    next_batch,
+    slice_in_step,
+    step_of,
+    warn_of_unknown,
+    without_autograph,
+)
 from tfmulti.training.step.step_result import first_local
 
 
@@ -39,16 +44,16 @@ class Predicted(NamedTuple):
     lost: Any
 
 
-def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any], Predicted]:
+def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
     """Returns `predict(source)`, which takes one global batch and returns a `Predicted`.
 
     Every worker must call it, and gets the outputs of all rows. The source is a queue, an iterator
     of global batches, a `WorkerBatch`, or an Optional of a batch.
     """
     strategy = model.distribute_strategy
+    placement = placement_of(strategy)
     installation.install()
     seeds = step_generator(model)
-    state = state_of(model)
     any_rows = placement.replicas > 1 and not model.run_eagerly
     step = step_of(model, "predict_step")
 
@@ -65,16 +70,12 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
 
         def predict_rows() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
-            alone, sync = placement.replicas == 1, state.options.sync_batch_norm
-            replica_slice = batch.slice_of(index, alone=alone, sync_batch_norm=sync)
-            replica_slice = replica_slice._replace(
-                seeds=seeds, note_unknown=lambda reason: state.traced.unknown.setdefault(reason)
-            )
+            replica_slice = slice_in_step(batch, index, model, seeds)
             if not replica_slice.is_whole:
                 row_labels.begin(batch.data[index], [])
             with computing(replica_slice):
                 outputs = step(batch.data[index])
-                if not alone:
+                if placement.replicas > 1:
                     own_rows = functools.partial(global_values.own_rows, replica_slice)
                     outputs = tf.nest.map_structure(own_rows, outputs)
             if placement.workers == 1:
@@ -87,8 +88,8 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
         by_replica = strategy.run(replica_step)
         share_generator(seeds)
         if placement.workers > 1:
-            of_all: Predicted = first_local(strategy, by_replica)
-            return of_all
+            predicted: Predicted = first_local(strategy, by_replica)
+            return predicted
         outputs = tf.nest.map_structure(
             lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), by_replica.outputs
         )
@@ -99,7 +100,7 @@ def make_prediction(model: keras.Model, placement: Placement) -> Callable[[Any],
     @connections.own_errors(placement)
     def call(source: Any) -> Predicted:
         predicted: Predicted = function(source.queue if isinstance(source, Ahead) else source)
-        warn_of_unknown(model, placement, "predict_step")
+        warn_of_unknown(model, "predict_step")
         return predicted
 
     return call

@@ -8,7 +8,7 @@ optimizer, the gradients are summed over the replicas, weighted by rows
     gradient = Σ_r (n_r / n) · gradient_r
 
 This is the gradient of the mean over the global batch. A replica without rows computes one row that
-does not count, because layers need at least one. Its weight is 0, and its metrics are put back.
+does not count, because layers need at least one. Its weight is 0, and its metrics are restored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_context, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
-from tfmulti.distribution.strategies import Placement
+from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches import layers
 from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator
@@ -40,8 +40,8 @@ from tfmulti.training.step.step_result import first_local
 def without_autograph(function: Callable[..., Any]) -> Any:
     """Returns a function of tfmulti as a `tf.function` without AutoGraph.
 
-    tfmulti's functions need no AutoGraph. It would read each of them that the first step calls,
-    which takes about a second in all.
+    tfmulti's functions need no AutoGraph, which would take about a second to read those that the
+    first step calls.
     """
     function = tf.autograph.experimental.do_not_convert(function)
     return tf.function(function, reduce_retracing=True)
@@ -52,11 +52,7 @@ def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
 
     A `@tf.function` around the step is removed, because replicas cannot reduce inside it. Keras
     leaves AutoGraph to such a `@tf.function`. With this conversion any step of the user's own may
-    have conditions on tensors.
-
-    Args:
-        model: the model.
-        name: `train_step`, `test_step` or `predict_step`.
+    have conditions on tensors. `name` is `train_step`, `test_step` or `predict_step`.
     """
     step = getattr(model, name)
     step = getattr(step, "python_function", step)
@@ -84,18 +80,17 @@ def next_batch(source: Any, placement: Placement) -> WorkerBatch:
     return batch
 
 
-def taking_agreed_rows(
-    model: keras.Model, placement: Placement
-) -> Callable[[Any], WorkerBatch] | None:
+def taking_agreed_rows(model: keras.Model) -> Callable[[Any], WorkerBatch] | None:
     """Returns a function that takes a batch with corrected row numbers, or None if not needed.
 
     With `skip_bad_records` each worker leaves out the examples that it cannot read. So no worker
     knows how many rows the others have. The workers exchange these numbers in one small collective
     for each step.
     """
+    strategy = model.distribute_strategy
+    placement = placement_of(strategy)
     if not state_of(model).reading.skips_bad or placement.workers == 1:
         return None
-    strategy = model.distribute_strategy
     local = range(placement.first_replica, placement.first_replica + placement.local_replicas)
 
     def next_agreed_batch(source: Any) -> WorkerBatch:
@@ -106,8 +101,8 @@ def taking_agreed_rows(
                 placement.local_replicas
             )
             rows = tf.cast(batch.own_rows[replica - placement.first_replica], tf.int32)
-            in_its_place = tf.one_hot(replica, placement.replicas, rows, 0, dtype=tf.int32)
-            return replica_context.sum_together([in_its_place])[0]
+            own_counts = tf.one_hot(replica, placement.replicas, rows, 0, dtype=tf.int32)
+            return replica_context.sum_together([own_counts])[0]
 
         counts = tf.cast(first_local(strategy, strategy.run(rows_of_all)), tf.int64)
         ends, rows = tf.cumsum(counts), tf.reduce_sum(counts)
@@ -118,21 +113,26 @@ def taking_agreed_rows(
     return next_agreed_batch
 
 
-def states_of_its_own(model: keras.Model) -> dict[int, str]:
-    """Returns the variables that the user's own code changes in a step (`ReplicaSlice.states`)."""
-    # The user may also hold variables that are plain `tf.Variable`s.
-    holders = relocation.find(model).holders
-    return layers.states_of_its_own(model) | {id(h.variable): "layer" for h in holders}
+def slice_in_step(batch: WorkerBatch, local: int, model: keras.Model, seeds: Any) -> ReplicaSlice:
+    """Returns the slice of a local replica, which stores in the model why values may differ."""
+    state = state_of(model)
+    replica_slice = batch.slice_of(
+        local,
+        alone=placement_of(model.distribute_strategy).replicas == 1,
+        sync_batch_norm=state.options.sync_batch_norm,
+    )
+    return replica_slice._replace(
+        seeds=seeds, note_unknown=lambda reason: state.traced.unknown.setdefault(reason)
+    )
 
 
 def make_step(
-    model: keras.Model, placement: Placement, seeds: Any, logs: StepLogs | None, *, training: bool
+    model: keras.Model, seeds: Any, logs: StepLogs | None, *, training: bool
 ) -> Callable[[WorkerBatch], Any]:
     """Returns a function that runs one step of a `WorkerBatch` on all local replicas.
 
     Args:
         model: the prepared model.
-        placement: this process' place among the workers.
         seeds: the generator for draws without a seed, or None for Keras' own.
         logs: takes the logs that the model's step returns; None leaves them as they are.
         training: whether the step is `train_step` or `test_step`.
@@ -142,11 +142,11 @@ def make_step(
         metrics' variables.
     """
     strategy = model.distribute_strategy
-    state = state_of(model)
+    placement, state = placement_of(strategy), state_of(model)
     passes = state.options.microbatches if training else 1
     step = step_of(model, "train_step" if training else "test_step")
     if training:
-        step = xla.xla_compiled(model, step, placement)
+        step = xla.xla_compiled(model, step)
 
     def compute(data: Any, replica_slice: ReplicaSlice) -> Any:
         # Where the number of rows is known when the step is traced, every replica has rows.
@@ -172,14 +172,10 @@ def make_step(
     def replica_step(batch: WorkerBatch, states: dict[int, str]) -> Any:
         batch = batch.of_any_rows() if has_labels else batch
         local = replica_context.local_index(placement.local_replicas)
-        alone, sync = placement.replicas == 1, state.options.sync_batch_norm
-        replica_slice = batch.slice_of(local, alone=alone, sync_batch_norm=sync)
-        replica_slice = replica_slice._replace(
-            seeds=seeds,
+        replica_slice = slice_in_step(batch, local, model, seeds)._replace(
             model=model,
             states=states,
             note_gather=lambda: setattr(state.traced, "gathers", True),
-            note_unknown=lambda reason: state.traced.unknown.setdefault(reason),
         )
         with collectives.serving("step", placement):
             if passes == 1:
@@ -191,34 +187,34 @@ def make_step(
         return results, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
 
     def one_step(batch: WorkerBatch) -> Any:
-        python = random.getstate()
-        states = states_of_its_own(model) if has_labels else {}
+        python_state = random.getstate()
+        states: dict[int, str] = {}
+        if has_labels:
+            # The user may also hold variables that are plain `tf.Variable`s.
+            holders = relocation.find(model).holders
+            states = {id(holder.variable): "layer" for holder in holders}
+            states = layers.states_of_its_own(model) | states
 
-        def alike(batch: WorkerBatch = batch) -> Any:
-            # A layer of the user's own may draw from Python's generator when a replica is traced.
-            # All replicas must draw the same.
-            random.setstate(python)
+        def with_same_draws(batch: WorkerBatch = batch) -> Any:
+            # A user's layer may draw from Python's generator when a replica is traced. All replicas
+            # must draw the same numbers.
+            random.setstate(python_state)
             return replica_step(batch, states)
 
-        results = strategy.run(alike)
+        results = strategy.run(with_same_draws)
         share_generator(seeds)
         return results
 
     return one_step if model.run_eagerly else without_autograph(one_step)
 
 
-def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None:
+def warn_of_unknown(model: keras.Model, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
     There is no warning while the first steps are compared with one device. If a `train_step` had
     its numbers there, only loops remain, because later steps may make other iterations. The warning
     names the first reason that was noted while the step was traced. All noted reasons are then
     forgotten, so that they give one warning only.
-
-    Args:
-        model: the prepared model.
-        placement: this process' place among the workers.
-        step: the name of the step, such as `train_step`.
     """
     state = state_of(model)
     if not state.traced.unknown or state.traced.is_compared_now:
@@ -227,7 +223,7 @@ def warn_of_unknown(model: keras.Model, placement: Placement, step: str) -> None
     is_compared = result is not None and result.verdict == "same" and step == "train_step"
     reasons = [r for r in state.traced.unknown if not is_compared or row_labels.is_of_loop(r)]
     state.traced.unknown.clear()
-    if not reasons or not placement.is_chief:
+    if not reasons or not placement_of(model.distribute_strategy).is_chief:
         return
     reason = reasons[0]
     advice = "Compare the first step with one device: prepare(model, verify=True)."

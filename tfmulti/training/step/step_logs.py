@@ -1,9 +1,9 @@
 """The logs that a step returns, made those of one device.
 
 A step may return nested dicts, as in Keras, with tensors, Python numbers, or results of metrics
-under any name. Each replica holds only its own part of a metric's state. So a log that is the
-result of a metric is computed again from the summed states, once for all steps of a call.
-`global_values` makes any other log the value of the global batch.
+under any name. Each replica has only its own part of a metric's state. So a log that is the result
+of a metric is computed again from the summed states, once for all steps of a call. For any other
+log, `global_values` computes the value of the global batch.
 """
 
 from __future__ import annotations
@@ -37,19 +37,16 @@ class _Result(NamedTuple):
 class StepLogs:
     """The logs of the train or test step of a model.
 
-    Args:
-        model: the prepared and compiled model.
-
     Attributes:
-        results: the metric's result that a log is, by the log's name.
-        overrides: whether the logs of an epoch are the metrics' results. So Keras does where a step
+        results: for each log that is the result of a metric, that result, by the log's name.
+        overrides: whether the logs of an epoch are the metrics' results. Keras does this if a step
             returns logs with exactly the metrics' names.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        # Each value that a metric returned, whose result it is, and after how many updates.
-        self._seen: list[tuple[Any, _Result, int]] = []
+        # Each value that a metric returned, the metric, and the number of its updates before.
+        self._noted: list[tuple[Any, _Result, int]] = []
         # The updates by thread and metric, because each replica is traced in a thread of its own.
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
@@ -64,7 +61,7 @@ class StepLogs:
         """
         metrics = list(self._model.metrics)
         if not self._tracing:
-            self._seen = []
+            self._noted = []
             for number, metric in enumerate(metrics):
                 vars(metric)["result"] = self._noting_result(number, metric.result)
                 vars(metric)["update_state"] = self._counting(number, metric.update_state)
@@ -85,7 +82,7 @@ class StepLogs:
             returned = result()
             count = self._count(number)
             parts = returned.items() if isinstance(returned, Mapping) else [(None, returned)]
-            self._seen += [(value, _Result(number, key), count) for key, value in parts]
+            self._noted += [(value, _Result(number, key), count) for key, value in parts]
             return returned
 
         return noting
@@ -109,10 +106,6 @@ class StepLogs:
         Call it inside `recorded`, before the metrics change again. A metric's result is replaced by
         0, since `final` computes it. The mean over the replicas, by rows, of any other log is the
         value of one device.
-
-        Args:
-            logs: what the model's step returned.
-            replica_slice: the replica slice.
         """
         self.overrides = isinstance(logs, Mapping) and set(logs) == set(
             self._model.get_metrics_result()
@@ -130,8 +123,8 @@ class StepLogs:
 
     def _result_of(self, value: Any) -> _Result | None:
         """Returns the metric's result that a value is, if the metric has not been updated since."""
-        for seen, result, count in reversed(self._seen):
-            if seen is value and (tf.is_tensor(value) or isinstance(value, keras.Variable)):
+        for noted, result, count in reversed(self._noted):
+            if noted is value and (tf.is_tensor(value) or isinstance(value, keras.Variable)):
                 return result if self._count(result.metric) == count else None
         return None
 
@@ -145,7 +138,8 @@ class StepLogs:
                 not used.
         """
         metrics = list(self._model.metrics)
-        computed = {number: metrics[number].result() for number in self._metrics_in_use()}
+        in_use = sorted({result.metric for result in self.results.values()})
+        computed = {number: metrics[number].result() for number in in_use}
 
         def value(name: str) -> Any:
             result = self.results.get(name)
@@ -160,10 +154,6 @@ class StepLogs:
             results = flattened(self._model.get_metrics_result())
             return logs, {name: tf.convert_to_tensor(v) for name, v in results.items()}
         return logs, logs
-
-    def _metrics_in_use(self) -> list[int]:
-        """Returns the indices of the metrics whose results are logs."""
-        return sorted({result.metric for result in self.results.values()})
 
 
 def flattened(logs: Any) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """The result of an execution, summed over all replicas by one collective.
 
-The collective carries the metrics' states, the workers' votes, a digest of the batch, and the moves
-of the moving statistics. So all workers get the same logs, decide alike, and hold the same state
-after each execution.
+The collective carries the metrics' states, the workers' votes, a digest of the batch, and the
+changes of the moving statistics. So all workers get the same logs, make the same decisions, and
+have the same state after each execution.
 
 Votes, digests and counts are whole numbers, and travel as float32 beside the metrics. Their sums
-are exact in any order: a float32 holds each whole number up to 2**24, and these numbers and their
-sums are smaller. A digest is below 2**24, and is added to zeros. If they
-were int32, they would need a collective of their own: one more message between the workers in each
-execution. Decisions
-outside of a step use int32 (`distribution.agreement`).
+are below 2**24, so a float32 holds them exactly. A digest is below 2**24, and is added to zeros. As
+int32 these numbers would need another collective, so each execution would have one more message
+between the workers. Decisions outside of a step use int32 (`distribution.agreement`).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_context
-from tfmulti.distribution.strategies import Placement
+from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches.model_structure import moving_statistics
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.state.trainer_state import state_of
@@ -39,7 +37,7 @@ class StepResult(NamedTuple):
         rows: the number of examples of all steps of the execution.
         lost: how many examples of the execution could not be read.
         waits_s: the seconds that a replica waited for data on average, and the seconds that this
-            worker waited. Both are in one tensor, because each one to read takes time.
+            worker waited. They are in one tensor, because reading each tensor takes time.
     """
 
     logs: Logs
@@ -58,7 +56,7 @@ class Totals(NamedTuple):
         rows: the rows of each local replica that count, and last those of all replicas.
         lost: how many examples could not be read.
         waited_s: the seconds that the steps waited for data.
-        free_since: the time at which the last step ended. The next one waits from then on.
+        free_since: the time at which the last step ended, since when the next one waits.
     """
 
     rows: tuple[tf.Tensor, ...]
@@ -78,14 +76,14 @@ class Totals(NamedTuple):
         rows = tuple(a + b for a, b in zip(self.rows, more, strict=True))
         return self._replace(rows=rows, lost=self.lost + batch.lost)
 
-    def waited_for(self, came: tf.Tensor) -> Totals:
-        """Returns the totals with the time that a step waited for data, which came at `came`."""
-        return self._replace(waited_s=self.waited_s + tf.maximum(came - self.free_since, 0))
+    def waited_for(self, arrival: tf.Tensor) -> Totals:
+        """Returns the totals with the time that a step waited for data until its arrival."""
+        return self._replace(waited_s=self.waited_s + tf.maximum(arrival - self.free_since, 0))
 
     def after(self, logs: Any) -> Totals:
-        """Returns the totals with the end of a step, whose logs are given."""
-        # TensorFlow may take the next step's data while this step runs, which is no waiting. On a
-        # GPU a step has ended when its results can be copied to the host.
+        """Returns the totals after a step, which has ended when its logs are there."""
+        # If TensorFlow takes the next step's data while this step runs, no step waits. On a GPU a
+        # step has ended when its results can be copied to the host.
         with tf.device("CPU:0"):
             done = [tf.identity(t) for t in tf.nest.flatten(logs, expand_composites=True)]
         with tf.control_dependencies(done):
@@ -104,10 +102,10 @@ def now() -> tf.Tensor:
 
 
 def time_of(batch: WorkerBatch) -> tf.Tensor:
-    """Returns the time in seconds at which a batch has come."""
+    """Returns the time in seconds at which a batch has arrived."""
     leaves = tf.nest.flatten(batch.data[0], expand_composites=True)
     data = [leaf for leaf in leaves if leaf is not None][:1]
-    # The number of rows alone may be known before the batch comes.
+    # The number of rows may be known before the batch arrives.
     with tf.control_dependencies([batch.rows, *data]):
         return now()
 
@@ -115,14 +113,17 @@ def time_of(batch: WorkerBatch) -> tf.Tensor:
 class Statistics:
     """The moving statistics of a model's layers, averaged over the replicas by their rows.
 
-    Each replica updates its own statistics from its own rows. At the end of an execution all get
-    the same: the statistics before it, plus the mean of the replicas' moves. So every evaluation
-    and every checkpoint sees the average.
+    Each replica r updates its own statistics from its n_r of the n rows of an execution. At the end
+    of the execution all replicas get the same statistics:
+
+        statistics = statistics before + Σ_r (n_r / n) · change_r
+
+    So every evaluation and every checkpoint sees the average.
     """
 
-    def __init__(self, model: keras.Model, placement: Placement) -> None:
+    def __init__(self, model: keras.Model) -> None:
         sync = state_of(model).options.sync_batch_norm
-        several = placement.replicas > 1
+        several = placement_of(model.distribute_strategy).replicas > 1
         self._variables = moving_statistics(model, sync_batch_norm=sync) if several else []
         self._strategy = model.distribute_strategy
 
@@ -130,44 +131,32 @@ class Statistics:
         """Returns the current values on each replica. Call it in cross-replica context."""
         return self._strategy.run(lambda: [tf.identity(v.value) for v in self._variables])
 
-    def moved(self, before: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
-        """Returns how far this replica's statistics have moved, times its weight.
-
-        Args:
-            before: this replica's values from `now`, before the steps.
-            weight: this replica's part of the rows of all replicas, float64 scalar.
-        """
+    def changes(self, before: list[tf.Tensor], weight: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the changes of this replica's statistics since `before`, times its weight."""
         return [
             tf.math.multiply_no_nan(tf.convert_to_tensor(v.value) - old, tf.cast(weight, old.dtype))
             for v, old in zip(self._variables, before, strict=True)
         ]
 
-    def set(self, before: list[tf.Tensor], moved: list[tf.Tensor]) -> None:
-        """Sets this replica's statistics to those before the steps plus the mean move.
-
-        Args:
-            before: this replica's values from `now`, before the steps.
-            moved: what `moved` returned, summed over all replicas.
-        """
-        for variable, old, move in zip(self._variables, before, moved, strict=True):
-            variable.assign(old + move)
+    def set(self, before: list[tf.Tensor], changes: list[tf.Tensor]) -> None:
+        """Sets this replica's statistics to those before the steps plus the summed changes."""
+        for variable, old, change in zip(self._variables, before, changes, strict=True):
+            variable.assign(old + change)
 
 
 class Summary:
-    """Makes the `StepResult` of a model's executions, and ends them with the same state everywhere.
+    """Makes the `StepResult` of a model's executions, and gives all replicas the same state.
 
     Args:
         model: the prepared model.
-        placement: this process' place among the workers.
         logs: the logs of the model's step.
         training: whether the executions train.
     """
 
-    def __init__(
-        self, model: keras.Model, placement: Placement, logs: StepLogs, *, training: bool
-    ) -> None:
-        self._model, self._placement, self._logs = model, placement, logs
-        self._statistics = Statistics(model, placement) if training else None
+    def __init__(self, model: keras.Model, logs: StepLogs, *, training: bool) -> None:
+        self._model, self._logs = model, logs
+        self._placement = placement_of(model.distribute_strategy)
+        self._statistics = Statistics(model) if training else None
         self._traces = training and not model.run_eagerly
 
     def before(self) -> Any:
@@ -211,25 +200,25 @@ class Summary:
         weight = tf.math.divide_no_nan(
             tf.cast(totals.rows[local], tf.float64), tf.cast(totals.rows[-1], tf.float64)
         )
-        moved = self._statistics.moved(before, weight) if self._statistics else []
-        result, moved = self._summed(results, batch, local, votes, totals, moved)
+        changes = self._statistics.changes(before, weight) if self._statistics else []
+        result, changes = self._summed(results, batch, votes, totals, changes)
         if self._statistics:
-            self._statistics.set(before, moved)
+            self._statistics.set(before, changes)
         return result
 
     def _summed(
         self,
         results: tuple[Logs, list[tf.Tensor]],
         batch: WorkerBatch,
-        local: int,
         votes: tf.Tensor,
         totals: Totals,
-        moved: list[tf.Tensor],
+        changes: list[tf.Tensor],
     ) -> tuple[StepResult, list[tf.Tensor]]:
-        """Returns the result of all replicas, and `moved` summed over them, by one collective."""
+        """Returns the result of all replicas, and `changes` summed over them, by one collective."""
         logs, metrics = results
-        weight = batch.weight(local)
         placement = self._placement
+        local = replica_context.local_index(placement.local_replicas)
+        weight = batch.weight(local)
         digest = tf.cast(batch.digest if local == 0 else 0, tf.float32)
         digests = tf.one_hot(placement.rank, placement.workers) * digest
         own_waited_s = waited_s = tf.cast(totals.waited_s, tf.float32)
@@ -239,7 +228,7 @@ class Summary:
             replica_context.metric_variables(self._model),
             metrics,
             lambda sums: self._logs.final(dict(zip(logs, sums, strict=False))),
-            [*parts, votes, digests, lost, waited_s, *moved],
+            [*parts, votes, digests, lost, waited_s, *changes],
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
         waits_s = tf.stack([waited_s / placement.replicas, own_waited_s])

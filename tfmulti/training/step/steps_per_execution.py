@@ -1,21 +1,25 @@
 """Chooses how many steps one call into TensorFlow takes, from the costs of steps and calls.
 
-Each call costs time besides its steps. Fewer calls with more steps each save that cost, but an
+Each call costs time besides its steps. Calls with more steps save most of this cost, but an
 execution of several steps must be compiled first. If a call costs `c` seconds and `n` steps are
-left, then `k` steps in each call save `c * (1 - 1 / k) * n` seconds. `k` is the number of steps
-that take about `TARGET_S`. It is used if it saves more time than the compilation takes.
+left, `k` steps in each call save this time:
+
+    saved = c * (1 - 1 / k) * n
+
+`k` is the number of steps that take about `TARGET_S`. It is used if it saves more time than the
+compilation takes.
 """
 
 from __future__ import annotations
 
 import statistics
 
-# The time that a call should take: progress moves ten times a second, and a stop takes no longer.
+# The time that a call should take. The progress bar then moves ten times a second, and a stop takes
+# no longer than a call.
 TARGET_S = 0.1
 # The number of calls that are measured. Two calls before them trace the step and warm up.
 TRIALS = 8
-# A call of the smallest network hides this cost: a clock outside the call cannot tell it from the
-# steps.
+# A call costs at least so long. A clock outside the call cannot measure this part.
 CALL_S = 0.0005
 # A step counts as at least so long.
 SHORTEST_STEP_S = 1e-6
@@ -24,30 +28,26 @@ SHORTEST_STEP_S = 1e-6
 class StepsPerExecution:
     """The number of steps of each execution, given or chosen by measurement.
 
-    A number that is to be chosen is 1 until `TRIALS` executions were measured. The chief chooses
-    it. All workers take it by `agree`, at the same execution.
+    The number is 1 until `TRIALS` executions were measured. Then the chief chooses it, and all
+    workers change to it by `agree` at the same execution.
 
     Args:
         steps: the number of steps; None lets it be chosen.
-        most: the largest number that may be chosen; None sets no limit.
+        maximum: the largest number that may be chosen; None sets no limit.
 
     Attributes:
         at_once: the number of steps of the next execution.
+        wish: the number of steps that this worker wants for each execution; 0 wants no change.
     """
 
-    def __init__(self, steps: int | None, *, most: int | None = None) -> None:
+    def __init__(self, steps: int | None, *, maximum: int | None = None) -> None:
         self.at_once = steps or 1
-        self._most = most
-        self._wish = 0
+        self._most = maximum
+        self.wish = 0
         self._open = steps is None
         self._compiled_s = 0.0
         self._periods: list[float] = []
         self._outside: list[float] = []
-
-    @property
-    def wish(self) -> int:
-        """The number of steps that this worker wants for each execution; 0 wants no change."""
-        return self._wish
 
     def add(self, period_s: float, inside_s: float, steps_left: int) -> None:
         """Adds the measurement of an execution of one step.
@@ -64,7 +64,7 @@ class StepsPerExecution:
         self._outside.append(period_s - inside_s)
         if len(self._periods) == TRIALS + 2:
             self._open = False
-            self._wish = self._best(steps_left)
+            self.wish = self._best(steps_left)
 
     def _best(self, steps_left: int) -> int:
         """Returns the number of steps to take in each execution, or 0 for no change."""
@@ -81,4 +81,4 @@ class StepsPerExecution:
     def agree(self, steps: int) -> None:
         """Takes the number of steps on which all workers have agreed; 0 changes nothing."""
         if steps:
-            self.at_once, self._wish = steps, 0
+            self.at_once, self.wish = steps, 0

@@ -1,12 +1,12 @@
 """Compiles a step's forward and backward pass by XLA, on each replica by itself.
 
 Replicas cannot reduce inside a compiled function. So the function returns the gradients, which are
-summed and applied after it. That is right for Keras' own `train_step`, since nothing in it after
+summed and applied after it. This is right for Keras' own `train_step`, because nothing in it after
 the update depends on the update.
 
 A pass that needs the other replicas, for batch statistics or a loss of all rows, is not compiled.
-Neither is a pass that draws random numbers: XLA's differ from those of several replicas. Such a
-step is traced again without XLA. https://www.tensorflow.org/xla
+A pass that draws random numbers is not compiled either, because XLA draws other numbers than
+several replicas do. Such a step is traced again without XLA. https://www.tensorflow.org/xla
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.replica_slice import compiling
-from tfmulti.distribution.strategies import Placement
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.microbatches import giving_gradients_to
@@ -28,27 +28,27 @@ from tfmulti.training.step.microbatches import giving_gradients_to
 Step = Callable[[Any], Any]
 
 
-def xla_compiled(model: keras.Model, step: Step, placement: Placement) -> Step:
+def xla_compiled(model: keras.Model, step: Step) -> Step:
     """Returns a step whose passes XLA compiles, or the same step if XLA is not used.
 
     The user asks for XLA by `prepare(jit_compile=True)` or by `compile`. On GPUs XLA is the
     default. A warning tells why XLA cannot compile a step for which the user asked.
     """
     chosen = state_of(model).options.jit_compile
-    asked = bool(model.jit_compile) if chosen is None else chosen
-    by_default = chosen is None and bool(placement.gpus)
-    if model.run_eagerly or not (asked or by_default):
+    is_requested = bool(model.jit_compile) if chosen is None else chosen
+    by_default = chosen is None and bool(placement_of(model.distribute_strategy).gpus)
+    if model.run_eagerly or not (is_requested or by_default):
         return step
-    hindrance = _hindrance(model)
-    if hindrance is None:
-        return _by_xla(step, asked)
-    if asked:
-        _warn(hindrance)
+    obstacle = _obstacle(model)
+    if obstacle is None:
+        return _by_xla(step, is_requested)
+    if is_requested:
+        _warn(obstacle)
     return step
 
 
-def _hindrance(model: keras.Model) -> str | None:
-    """Returns why XLA cannot compile a model's step, or None if tracing must tell."""
+def _obstacle(model: keras.Model) -> str | None:
+    """Returns why XLA cannot compile a model's step, or None if only tracing can show it."""
     if type(model).train_step is not keras.Model.train_step:
         return "a train_step of your own may read variables after their update"
     if state_of(model).options.microbatches > 1:
@@ -58,28 +58,28 @@ def _hindrance(model: keras.Model) -> str | None:
     return None
 
 
-def _by_xla(step: Step, asked: bool) -> Step:
-    """Returns a step that is compiled by XLA, or runs without XLA where tracing shows why not."""
+def _by_xla(step: Step, is_requested: bool) -> Step:
+    """Returns a step that XLA compiles. If tracing shows an obstacle, it runs without XLA."""
 
     def run(data: Any) -> Any:
-        hindrances: list[str] = []
+        obstacles: list[str] = []
         taker = _GradientTaker()
 
         @tf.function(jit_compile=True, autograph=False)  # type: ignore[untyped-decorator]
         def passes(data: Any) -> Any:
-            with compiling(hindrances), giving_gradients_to(taker):
+            with compiling(obstacles), giving_gradients_to(taker):
                 logs = step(data)
             return logs, taker.gradients
 
         try:
             logs, gradients = passes(data)
         except Exception:
-            # Keras may raise another exception in the place of CannotCompileError, so the list of
-            # hindrances tells whether that was the cause.
-            if not hindrances:
+            # Keras may replace CannotCompileError by another exception. So the list of obstacles
+            # shows whether it was the cause.
+            if not obstacles:
                 raise
-            if asked:
-                _warn(f"it {hindrances[0]}")
+            if is_requested:
+                _warn(f"it {obstacles[0]}")
             return step(data)
         if taker.optimizer is not None:
             taker.optimizer.apply(gradients, taker.variables)
@@ -102,6 +102,6 @@ class _GradientTaker:
 
 
 def _warn(reason: str) -> None:
-    """Warns the user who asked for XLA that it does not compile the step."""
+    """Warns the user who has requested XLA that XLA does not compile the step."""
     words = f"XLA does not compile this step (jit_compile): {reason}."
     warnings.warn(documented(words), stacklevel=2)

@@ -11,41 +11,38 @@ from typing import Any
 import keras
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
     return frozenset(text.split())
 
 
-# The names are those in `keras.layers`, `keras.losses`, `keras.metrics` and `keras.optimizers`.
-LAYERS = _names(
+# The names are those in `keras.layers`, `keras.losses`, `keras.metrics` and `keras.optimizers`. A
+# class with several names there stands here by one of them.
+LAYERS = names(
     """
     Activation ActivityRegularization AdaptiveAveragePooling1D AdaptiveAveragePooling2D
     AdaptiveAveragePooling3D AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D Add
     AdditiveAttention AlphaDropout Attention AutoContrast Average AveragePooling1D
-    AveragePooling2D AveragePooling3D AvgPool1D AvgPool2D AvgPool3D BatchNormalization
-    Bidirectional CategoryEncoding CenterCrop Concatenate Conv1D Conv1DTranspose Conv2D
-    Conv2DTranspose Conv3D Conv3DTranspose ConvLSTM1D ConvLSTM2D ConvLSTM3D Convolution1D
-    Convolution1DTranspose Convolution2D Convolution2DTranspose Convolution3D
-    Convolution3DTranspose Cropping1D Cropping2D Cropping3D CutMix Dense DepthwiseConv1D
-    DepthwiseConv2D Discretization Dot Dropout ELU EinsumDense Embedding Equalization Flatten
-    GRU GRUCell GaussianDropout GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D
-    GlobalAveragePooling3D GlobalAvgPool1D GlobalAvgPool2D GlobalAvgPool3D GlobalMaxPool1D
-    GlobalMaxPool2D GlobalMaxPool3D GlobalMaxPooling1D GlobalMaxPooling2D GlobalMaxPooling3D
-    GroupNormalization GroupQueryAttention Hashing Identity InputLayer IntegerLookup LSTM
-    LSTMCell LayerNormalization LeakyReLU Masking MaxPool1D MaxPool2D MaxPool3D MaxPooling1D
-    MaxPooling2D MaxPooling3D Maximum Minimum MixUp MultiHeadAttention Multiply Normalization
-    PReLU Permute RMSNormalization RNN RandAugment RandomBrightness RandomColorDegeneration
-    RandomColorJitter RandomContrast RandomCrop RandomElasticTransform RandomErasing RandomFlip
-    RandomGaussianBlur RandomGrayscale RandomHue RandomInvert RandomPerspective
-    RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear
-    RandomTranslation RandomZoom ReLU RepeatVector Rescaling Reshape Resizing
-    ReversibleEmbedding SeparableConv1D SeparableConv2D SeparableConvolution1D
-    SeparableConvolution2D SimpleRNN SimpleRNNCell Softmax Solarization SpatialDropout1D
-    SpatialDropout2D SpatialDropout3D SpectralNormalization StackedRNNCells Subtract
-    TimeDistributed UnitNormalization UpSampling1D UpSampling2D UpSampling3D ZeroPadding1D
-    ZeroPadding2D ZeroPadding3D
+    AveragePooling2D AveragePooling3D BatchNormalization Bidirectional CategoryEncoding
+    CenterCrop Concatenate Conv1D Conv1DTranspose Conv2D Conv2DTranspose Conv3D Conv3DTranspose
+    ConvLSTM1D ConvLSTM2D ConvLSTM3D Cropping1D Cropping2D Cropping3D CutMix Dense
+    DepthwiseConv1D DepthwiseConv2D Discretization Dot Dropout ELU EinsumDense Embedding
+    Equalization Flatten GRU GRUCell GaussianDropout GaussianNoise GlobalAveragePooling1D
+    GlobalAveragePooling2D GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D
+    GlobalMaxPooling3D GroupNormalization GroupQueryAttention Hashing Identity InputLayer
+    IntegerLookup LSTM LSTMCell LayerNormalization LeakyReLU Masking MaxPooling1D MaxPooling2D
+    MaxPooling3D Maximum Minimum MixUp MultiHeadAttention Multiply Normalization PReLU Permute
+    RMSNormalization RNN RandAugment RandomBrightness RandomColorDegeneration RandomColorJitter
+    RandomContrast RandomCrop RandomElasticTransform RandomErasing RandomFlip RandomGaussianBlur
+    RandomGrayscale RandomHue RandomInvert RandomPerspective RandomPosterization RandomRotation
+    RandomSaturation RandomSharpness RandomShear RandomTranslation RandomZoom ReLU RepeatVector
+    Rescaling Reshape Resizing ReversibleEmbedding SeparableConv1D SeparableConv2D SimpleRNN
+    SimpleRNNCell Softmax Solarization SpatialDropout1D SpatialDropout2D SpatialDropout3D
+    SpectralNormalization StackedRNNCells Subtract TimeDistributed UnitNormalization
+    UpSampling1D UpSampling2D UpSampling3D ZeroPadding1D ZeroPadding2D ZeroPadding3D
     """
 )
-LOSSES = _names(
+LOSSES = names(
     """
     BinaryCrossentropy BinaryFocalCrossentropy CategoricalCrossentropy
     CategoricalFocalCrossentropy CategoricalGeneralizedCrossEntropy CategoricalHinge Circle
@@ -59,7 +56,7 @@ LOSSES = _names(
     squared_hinge tversky
     """
 )
-METRICS = _names(
+METRICS = names(
     """
     AUC Accuracy BinaryAccuracy BinaryCrossentropy BinaryIoU CategoricalAccuracy
     CategoricalCrossentropy CategoricalHinge ConcordanceCorrelation CosineSimilarity F1Score
@@ -78,7 +75,7 @@ METRICS = _names(
     top_k_categorical_accuracy
     """
 )
-OPTIMIZERS = _names(
+OPTIMIZERS = names(
     """
     Adadelta Adafactor Adagrad Adam AdamW Adamax Ftrl Lamb Lion Muon Nadam RMSprop SGD
     ScheduleFreeAdamW
@@ -86,25 +83,25 @@ OPTIMIZERS = _names(
 )
 
 
-def is_compared(thing: Any) -> bool:
+def is_compared(part: Any) -> bool:
     """Returns whether a class or a function of Keras is one of those that were compared."""
-    return _key(thing) in _KEYS
+    return _key(part) in _COMPARED
 
 
-def _key(thing: Any) -> tuple[str, str]:
+def _key(part: Any) -> tuple[str, str]:
     """Returns the module and the name, which a class that is derived by `prepare` keeps."""
-    return thing.__module__, thing.__name__
+    return part.__module__, part.__name__
 
 
-def _found() -> set[tuple[str, str]]:
-    lists = {
-        keras.layers: LAYERS,
-        keras.losses: LOSSES,
-        keras.metrics: METRICS,
-        keras.optimizers: OPTIMIZERS,
-    }
-    parts = [getattr(module, name, None) for module, names in lists.items() for name in names]
-    return {_key(part) for part in parts if part is not None}
-
-
-_KEYS = _found()
+# An older Keras lacks some of the names.
+_COMPARED = {
+    _key(getattr(module, name))
+    for module, parts in (
+        (keras.layers, LAYERS),
+        (keras.losses, LOSSES),
+        (keras.metrics, METRICS),
+        (keras.optimizers, OPTIMIZERS),
+    )
+    for name in parts
+    if hasattr(module, name)
+}

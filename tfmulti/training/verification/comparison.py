@@ -1,19 +1,19 @@
 """Tells whether two runs of the same step gave the same numbers, and how they differ.
 
 Two correct runs differ by rounding. How much a number may differ by rounding is measured. The run
-on one device is made once more from weights that are moved by `MOVED_BY` units in the last place,
-with gradients that are moved, too. A move of one unit would often change nothing, because the
+on one device is repeated with perturbed weights and gradients: each weight is changed by
+`PERTURBED_BY` units in its last place. A change of one unit would often have no effect, because the
 result is rounded itself. The limit of a number is then the largest of
 
-    TIMES_SENSITIVITY * the change by that move / MOVED_BY
+    TIMES_SENSITIVITY * the effect of the perturbation / PERTURBED_BY
     OF_UPDATES * the largest change by the step (for logs: OF_RESULTS * the largest value)
     LAST_PLACES * one unit in the last place of the largest value
 
-A difference above the limit is no rounding.
+A difference above the limit is not explained by rounding.
 
 A model may compute with fewer digits than its weights have, as in bfloat16. Then `unit` is the last
-of these digits, relative to 1. The weights are moved by one such unit, so the first line has 1 for
-`MOVED_BY`. The factor of the second line is at least `TIMES_SENSITIVITY * unit`.
+of these digits, relative to 1. Each weight is changed by one such unit, so the first line has 1 for
+`PERTURBED_BY`. The factor of the second line is at least `TIMES_SENSITIVITY * unit`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from tfmulti.distribution import row_labels
 # the weights. Sums over rows that were added in another order were seen to differ by 16 times that
 # change, where large terms cancel out. A wrong computation differs by far more.
 TIMES_SENSITIVITY = 40
-# Weights are moved by this many units in the last place, if the model computes with all their
-# digits.
-MOVED_BY = 8
-# Gradients are moved by this many times the move of the weights, relative to the largest gradient.
-# A gradient is a sum over rows and places, and the terms may be larger than all gradients.
-GRADIENTS_MOVED_BY = 8
+# Each weight is changed by this many units in its last place if the model computes with all digits.
+PERTURBED_BY = 8
+# Relative to the largest gradient, gradients are changed by this many times as much as weights. A
+# gradient is a sum over rows and positions, and the terms may be larger than all gradients.
+GRADIENTS_PERTURBED_BY = 8
 # A smaller difference of a log does not count, relative to its largest value.
 OF_RESULTS = 1e-6
 # The same for values that a step changes, relative to the largest change. A step of Adam divides by
@@ -61,8 +60,8 @@ class Difference:
         name: the name of the quantity.
         difference: the largest difference of its elements.
         limit: the largest difference that rounding explains.
-        here: the replicas' value of the element that differs most.
-        there: one device's value of that element.
+        on_replicas: the replicas' value of the element that differs most.
+        on_one_device: one device's value of that element.
         ratio: the replicas' change divided by one device's change, if that is one number for all
             elements.
         scale: the factor between the two changes as a whole, if they have about the same direction.
@@ -73,15 +72,15 @@ class Difference:
     name: str
     difference: float
     limit: float
-    here: float
-    there: float
+    on_replicas: float
+    on_one_device: float
     ratio: float | None = None
     scale: float | None = None
     line: str | None = None
 
     @property
     def excess(self) -> float:
-        """The difference divided by its limit; above 1 it is no rounding."""
+        """The difference divided by its limit; above 1 rounding does not explain it."""
         if self.difference == 0:
             return 0.0
         return self.difference / self.limit if self.limit else float("inf")
@@ -96,66 +95,63 @@ class Quantity(NamedTuple):
 
 def compare(
     quantity: Quantity,
-    here: np.ndarray,
-    there: np.ndarray,
-    moved: np.ndarray,
+    on_replicas: np.ndarray,
+    on_one_device: np.ndarray,
+    perturbed: np.ndarray,
     before: np.ndarray | None = None,
     unit: float = 0.0,
 ) -> Difference:
     """Returns how far the replicas' value is from that of one device.
 
     Args:
-        quantity: its kind and name.
-        here: the replicas' value.
-        there: the value of one device.
-        moved: the value of one device after weights and gradients were moved.
+        quantity: what is compared.
+        on_replicas: the replicas' value.
+        on_one_device: the value of one device.
+        perturbed: the value of one device with perturbed weights and gradients.
         before: the value before the step, if the step changes it. The limit and the factors are
             then relative to the change.
         unit: the last digit with which the model computes, if it has fewer digits than the value;
             otherwise 0.
     """
     kind, name = quantity
-    if here.shape != there.shape:
-        infinite = float("inf")
-        return Difference(kind, name, infinite, 0.0, float(here.size), float(there.size))
-    digits = last_place(there.dtype)
-    left, right, other = (_wide(value) for value in (here, there, moved))
-    apart = _apart(left, right)
-    moved_by = 1 if unit else MOVED_BY
-    limit = TIMES_SENSITIVITY * float(_apart(other, right).max(initial=0)) / moved_by
-    change = right if before is None else right - _wide(before)
+    if on_replicas.shape != on_one_device.shape:
+        sizes = float(on_replicas.size), float(on_one_device.size)
+        return Difference(kind, name, float("inf"), 0.0, *sizes)
+    digits = last_place(on_one_device.dtype)
+    replicas, device = _widened(on_replicas), _widened(on_one_device)
+    distances = _distances(replicas, device)
+    effect = float(_distances(_widened(perturbed), device).max(initial=0))
+    limit = TIMES_SENSITIVITY * effect / (1 if unit else PERTURBED_BY)
+    start = 0 if before is None else _widened(before)
+    change = device - start
     if digits:
         relative = max(OF_RESULTS if before is None else OF_UPDATES, TIMES_SENSITIVITY * unit)
-        limit = max(limit, relative * _largest(change), LAST_PLACES * digits * _largest(right))
-    if not apart.size:
+        limit = max(limit, relative * _largest(change), LAST_PLACES * digits * _largest(device))
+    if not distances.size:
         return Difference(kind, name, 0.0, limit, 0.0, 0.0)
-    worst = int(apart.argmax())
-    found = Difference(
-        kind,
-        name,
-        float(apart.flat[worst]),
-        limit,
-        float(left.flat[worst]),
-        float(right.flat[worst]),
+    element = int(distances.argmax())
+    distance, replicas_value, device_value = (
+        float(array.flat[element]) for array in (distances, replicas, device)
     )
-    if found.excess <= 1:
-        return found
-    own = left if before is None else left - _wide(before)
-    return replace(found, ratio=ratio_of(own, change), scale=scale_of(own, change))
+    difference = Difference(kind, name, distance, limit, replicas_value, device_value)
+    if difference.excess <= 1:
+        return difference
+    replicas_change = replicas - start
+    return replace(
+        difference,
+        ratio=ratio_of(replicas_change, change),
+        scale=scale_of(replicas_change, change),
+    )
 
 
 def last_place(dtype: np.dtype) -> float:
-    """Returns one unit in the last place of the number 1, or 0 for whole numbers.
-
-    Args:
-        dtype: the dtype of the number.
-    """
+    """Returns one unit in the last place of the number 1, or 0 for whole numbers."""
     if dtype.kind == "f":
         return float(np.finfo(dtype).eps)
     return 2.0**-7 if dtype.name == "bfloat16" else 0.0
 
 
-def _wide(value: np.ndarray) -> np.ndarray:
+def _widened(value: np.ndarray) -> np.ndarray:
     """Returns a value in the dtype in which it is compared."""
     if value.dtype.kind in "SUO":
         raise TypeError("text has no rounding")
@@ -165,14 +161,14 @@ def _wide(value: np.ndarray) -> np.ndarray:
     return np.asarray(value, np.complex128 if value.dtype.kind == "c" else np.float64)
 
 
-def _apart(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Returns the differences of the elements, where NaN is equal to NaN."""
+def _distances(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Returns the absolute differences of the elements, where NaN is equal to NaN."""
     with np.errstate(invalid="ignore"):
-        apart = np.abs(left - right)
-        if np.isfinite(apart.sum()):
-            return np.asarray(apart)
-    same = (left == right) | (np.isnan(left) & np.isnan(right))
-    return np.where(same, 0.0, np.where(np.isnan(apart), np.inf, apart))
+        distances = np.abs(left - right)
+        if np.isfinite(distances.sum()):
+            return np.asarray(distances)
+    are_equal = (left == right) | (np.isnan(left) & np.isnan(right))
+    return np.where(are_equal, 0.0, np.where(np.isnan(distances), np.inf, distances))
 
 
 def _largest(values: np.ndarray) -> float:
@@ -187,10 +183,6 @@ def ratio_of(left: np.ndarray, right: np.ndarray) -> float | None:
     """Returns `left / right` if that is one number for all elements, or None.
 
     Elements of `right` that are small beside the largest one do not count.
-
-    Args:
-        left: an array.
-        right: an array of the same shape.
 
     >>> ratio_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
     2.0
@@ -210,10 +202,6 @@ def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
 
     It is None if the two, as vectors, have different directions.
 
-    Args:
-        left: an array.
-        right: an array of the same shape.
-
     >>> scale_of(np.array([2.0, 4.1]), np.array([1.0, 2.0])) is not None
     True
     >>> scale_of(np.array([2.0, 0.0]), np.array([0.0, 2.0])) is None
@@ -227,45 +215,35 @@ def scale_of(left: np.ndarray, right: np.ndarray) -> float | None:
     return along / lengths[1] ** 2 if along > 0.95 * lengths[0] * lengths[1] else None
 
 
-def moved_by_digits(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
-    """Returns weights of which each is moved up or down by `moved_part` of itself.
-
-    Args:
-        value: the weights.
-        rng: draws whether a weight is moved up or down.
-        unit: as in `moved_part`.
-    """
+def perturbed(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.ndarray:
+    """Returns weights, each made larger or smaller by `relative_perturbation`."""
     signs = rng.choice([-1.0, 1.0], size=value.shape)
-    moved = np.asarray(value, np.float64) * (1 + signs * moved_part(value.dtype, unit))
-    return np.asarray(moved).astype(value.dtype)
+    factors = 1 + signs * relative_perturbation(value.dtype, unit)
+    return np.asarray(np.asarray(value, np.float64) * factors).astype(value.dtype)
 
 
-def moved_part(dtype: np.dtype, unit: float) -> float:
-    """Returns the part of itself by which a number is moved: `MOVED_BY` units in the last place.
+def relative_perturbation(dtype: np.dtype, unit: float) -> float:
+    """Returns the perturbation of a number relative to the number.
 
     Args:
         dtype: the dtype of the number.
-        unit: the last digit with which the model computes, if it has fewer digits than its weights.
-            A number is then moved by one such unit. Otherwise 0.
+        unit: the last digit with which the model computes, if it has fewer digits than its weights;
+            otherwise 0. The perturbation is one such unit, or `PERTURBED_BY` units of the dtype.
     """
-    return unit or MOVED_BY * last_place(dtype)
+    return unit or PERTURBED_BY * last_place(dtype)
 
 
-def first_of(found: Sequence[Difference]) -> Difference | None:
-    """Returns the difference to report, or None if all are rounding.
+def first_of(differences: Sequence[Difference]) -> Difference | None:
+    """Returns the difference to report, or None if rounding explains all.
 
-    Of the kinds that differ, the first in the order of `KINDS` is reported, with its worst
-    quantity.
-
-    Args:
-        found: all differences.
+    It is the one with the largest excess among those of the kind that is first in `KINDS`.
     """
-    wrong = [each for each in found if each.excess > 1]
-    if not wrong:
-        return None
-    order = {kind: place for place, kind in enumerate(KINDS)}
-    first = min(order.get(each.kind, -1) for each in wrong)
-    return max((d for d in wrong if order.get(d.kind, -1) == first), key=lambda d: d.excess)
+    order = {kind: position for position, kind in enumerate(KINDS)}
+    return max(
+        (difference for difference in differences if difference.excess > 1),
+        key=lambda difference: (-order.get(difference.kind, -1), difference.excess),
+        default=None,
+    )
 
 
 # The last sentence of each message.
@@ -273,12 +251,7 @@ WITHOUT = "To train without this check, give prepare(model, verify=False) or --n
 
 
 def draws_in_words(operations: Sequence[str], line: str | None) -> str:
-    """Returns the message for a step that draws numbers that replicas cannot draw alike.
-
-    Args:
-        operations: the names of the operations that draw.
-        line: the line of the user's program that draws first, or None.
-    """
+    """Returns the message for a step that draws numbers that replicas cannot draw alike."""
     place = f", in {line}" if line else ""
     return (
         f"verify: the step draws random numbers by TensorFlow's own generators "
@@ -288,23 +261,27 @@ def draws_in_words(operations: Sequence[str], line: str | None) -> str:
     )
 
 
-def in_words(found: Difference, *, replicas: int, steps: int, unknown: str | None = None) -> str:
+def in_words(
+    difference: Difference, *, replicas: int, steps: int, unknown: str | None = None
+) -> str:
     """Returns the message for a difference: what differs, by how much, where, and what to do.
 
     Args:
-        found: the difference.
+        difference: the difference.
         replicas: the number of replicas.
         steps: the number of steps that were compared.
         unknown: an operation of the step whose result may depend on the rows in any way, or None.
     """
     after = f"step {steps}" if steps == 1 else f"{steps} steps"
-    place = f", in {found.line}" if found.line else ""
-    size = "" if found.ratio is None else f" ({found.ratio:.4g} times as much)"
+    place = f", in {difference.line}" if difference.line else ""
+    size = "" if difference.ratio is None else f" ({difference.ratio:.4g} times as much)"
     return (
-        f"verify: after {after} on {replicas} replicas {_subject(found)} differs from one device: "
-        f"{found.here:.7g} where one device has {found.there:.7g}{size}; the difference is "
-        f"{found.difference:.2g}, and rounding explains {found.limit:.2g}{place}. "
-        f"{_unknown_in_words(unknown) if unknown else ''}{_advice(found, replicas)} {WITHOUT}"
+        f"verify: after {after} on {replicas} replicas {_subject(difference)} differs from one "
+        f"device: {difference.on_replicas:.7g} where one device has "
+        f"{difference.on_one_device:.7g}{size}; the difference is "
+        f"{difference.difference:.2g}, and rounding explains {difference.limit:.2g}{place}. "
+        f"{_unknown_in_words(unknown) if unknown else ''}"
+        f"{_advice(difference, replicas)} {WITHOUT}"
     )
 
 
@@ -319,9 +296,9 @@ def _unknown_in_words(unknown: str) -> str:
     return f"The cause may be {unknown}: it is not known how its result depends on the rows. "
 
 
-def _subject(found: Difference) -> str:
+def _subject(difference: Difference) -> str:
     """Returns the name of a quantity for a message."""
-    words = {
+    phrases = {
         "layer": "the output of the layer {}",
         "loss": "the loss {}",
         "gradient": "the gradient of {}",
@@ -333,20 +310,20 @@ def _subject(found: Difference) -> str:
         "log": "the log {}",
         "seed": "the state of the random generator {}",
     }
-    return words[found.kind].format(repr(found.name))
+    return phrases[difference.kind].format(repr(difference.name))
 
 
-def _advice(found: Difference, replicas: int) -> str:
+def _advice(difference: Difference, replicas: int) -> str:
     """Returns what the user can do about a difference."""
-    times = found.scale
-    if times is not None and found.kind in ("gradient", "slot", "weight", "loss"):
-        if abs(times - replicas) < 0.1 * replicas:
+    scale = difference.scale
+    if scale is not None and difference.kind in ("gradient", "slot", "weight", "loss"):
+        if abs(scale - replicas) < 0.1 * replicas:
             return (
                 f"It is about {replicas} times as large, which is the number of replicas: the "
                 "loss or its gradient counts once for each. Take the mean over the rows of the "
                 "batch, or let self.compute_loss(...) reduce the loss."
             )
-        if abs(times * replicas - 1) < 0.1:
+        if abs(scale * replicas - 1) < 0.1:
             return (
                 f"It is about 1/{replicas} of one device's, which has as many parts as there are "
                 "replicas: the loss looks like a sum over rows, or is divided by the replicas. "
@@ -370,7 +347,7 @@ def _advice(found: Difference, replicas: int) -> str:
         "seed": "Draw as often on each replica as on one device, by keras.random.",
     }
     return advice.get(
-        found.kind,
+        difference.kind,
         "The loss must be a mean over the rows of the batch, and what depends on several rows "
         "together belongs into a loss function.",
     )

@@ -16,32 +16,21 @@ from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.worker_batch import of_any_rows
 from tfmulti.training.state import relocation
 from tfmulti.training.verification import comparison, recording
+from tfmulti.training.verification.compared import names
 
 Values = dict[str, list[np.ndarray]]
 
 # These operations draw from TensorFlow's own generators.
-_DRAWS = (
-    "RandomUniform",
-    "RandomUniformInt",
-    "RandomStandardNormal",
-    "TruncatedNormal",
-    "ParameterizedTruncatedNormal",
-    "RandomShuffle",
-    "RandomGammaRandomGrad",
-    "RandomGamma",
-    "RandomPoissonV2",
-    "Multinomial",
-    "RngReadAndSkip",
-    "RngSkip",
-    "StatefulStandardNormalV2",
-    "StatefulUniform",
-    "StatefulUniformInt",
-    "StatefulTruncatedNormal",
+_DRAWS = names(
+    "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal "
+    "ParameterizedTruncatedNormal RandomShuffle RandomGammaRandomGrad RandomGamma "
+    "RandomPoissonV2 Multinomial RngReadAndSkip RngSkip StatefulStandardNormalV2 "
+    "StatefulUniform StatefulUniformInt StatefulTruncatedNormal"
 )
 
 
 @dataclass
-class After:
+class PlainResult:
     """The numbers of one device after the steps.
 
     Attributes:
@@ -75,98 +64,82 @@ class PlainRun:
         self._model, self._variables, self._begin = model, variables, begin
         self._drawn_by, self._unit = drawn_by, unit
         # The ids of the plain variables that are trained. Keras' variables hold these inside
-        # `on_one_device`. They are moved by some digits in the second run.
-        of = tf_variable_of
-        self._trained = {id(of(v)) for v in model.trainable_variables}
-        self._moves = tf.Variable(False, trainable=False)
+        # `on_one_device`. The second run perturbs them.
+        self._trained = {id(tf_variable_of(v)) for v in model.trainable_variables}
+        self._perturbs = tf.Variable(False, trainable=False)
 
     def compiled(self, step: Any) -> Any:
-        """Returns a step as Keras alone compiles it, for any number of rows.
-
-        Args:
-            step: the model's `train_step`.
-        """
-        step = self._moving_gradients(step)
+        """Returns a step as Keras alone compiles it, for any number of rows."""
+        step = self._perturbing_gradients(step)
         if self._model.run_eagerly:
             return step
         return tf.function(recording.marked(lambda batch: step(of_any_rows(batch))))
 
-    def _moving_gradients(self, step: Any) -> Any:
-        """Returns a step whose optimizers get moved gradients if `run` asks for that.
+    def _perturbing_gradients(self, step: Any) -> Any:
+        """Returns a step whose optimizers get perturbed gradients if `run` asks for that.
 
-        The gradients move by some digits of the largest one. A gradient that is smaller than this
-        move is rounding only, such as that of a bias before a normalization. Adam turns it into a
-        large step.
+        The perturbation is relative to the largest gradient. A gradient that is smaller than the
+        perturbation is rounding only, such as that of a bias before a normalization. Adam turns it
+        into a large step.
         """
         original = keras.optimizers.Optimizer.apply
 
         def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            return original(optimizer, self._moved(list(grads)), trainable_variables)
+            return original(optimizer, self._perturbed_gradients(list(grads)), trainable_variables)
 
-        def moving(batch: Any) -> Any:
+        def perturbing(batch: Any) -> Any:
             keras.optimizers.Optimizer.apply = apply
             try:
                 return step(batch)
             finally:
                 keras.optimizers.Optimizer.apply = original
 
-        return moving
+        return perturbing
 
-    def _moved(self, gradients: list[Any]) -> list[Any]:
-        """Returns gradients of which each number is moved up or down if `_moves` is True."""
+    def _perturbed_gradients(self, gradients: list[Any]) -> list[Any]:
+        """Returns the gradients, each number made larger or smaller if `_perturbs` is True."""
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         values = [None if v is None else tf.convert_to_tensor(v) for v in values]
         sizes = [tf.reduce_max(tf.abs(tf.cast(v, tf.float64))) for v in values if v is not None]
         largest = tf.reduce_max(tf.stack([*sizes, tf.constant(0.0, tf.float64)]))
-        found: list[Any] = []
+        perturbed: list[Any] = []
         for number, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
             if value is None:
-                found.append(None)
+                perturbed.append(None)
                 continue
-            part = comparison.moved_part(np.dtype(value.dtype.as_numpy_dtype), self._unit)
-            sides = tf.sign(tf.random.stateless_uniform(tf.shape(value), [19, number], -1.0, 1.0))
-            size = comparison.GRADIENTS_MOVED_BY * part * largest
-            moved = value + tf.cast(sides, value.dtype) * tf.cast(size, value.dtype)
-            value = tf.where(self._moves, moved, value)
+            dtype = np.dtype(value.dtype.as_numpy_dtype)
+            relative = comparison.relative_perturbation(dtype, self._unit)
+            signs = tf.sign(tf.random.stateless_uniform(tf.shape(value), [19, number], -1.0, 1.0))
+            size = comparison.GRADIENTS_PERTURBED_BY * relative * largest
+            changed = value + tf.cast(signs, value.dtype) * tf.cast(size, value.dtype)
+            value = tf.where(self._perturbs, changed, value)
             recording.stand_for(value, gradient)
             if isinstance(gradient, tf.IndexedSlices):
                 value = tf.IndexedSlices(value, gradient.indices, gradient.dense_shape)
-            found.append(value)
-        return found
+            perturbed.append(value)
+        return perturbed
 
-    def run(self, step: Any, batches: Sequence[Any], *, by_digits: bool = False) -> After:
-        """Takes steps from the state at the beginning, and returns the numbers after them.
-
-        Args:
-            step: what `compiled` returned.
-            batches: the global batch of each step.
-            by_digits: whether weights and gradients are moved by some digits.
-        """
-        self._reset(by_digits)
+    def run(self, step: Any, batches: Sequence[Any], *, is_perturbed: bool = False) -> PlainResult:
+        """Takes steps from the state at the beginning, and returns the numbers after them."""
+        self._reset(is_perturbed)
         for batch in batches:
             logs = step(batch)
         values = {name: np.asarray(variable) for name, variable in self._variables.items()}
-        return After(values, {name: np.asarray(value) for name, value in flat(logs)})
+        return PlainResult(values, {name: np.asarray(value) for name, value in flat(logs)})
 
-    def call(self, step: Any, batch: Any, *, by_digits: bool = False) -> Any:
-        """Runs one step from the state at the beginning, and returns what it returns.
-
-        Args:
-            step: what `compiled` returned.
-            batch: the global batch.
-            by_digits: whether weights and gradients are moved by some digits.
-        """
-        self._reset(by_digits)
+    def call(self, step: Any, batch: Any, *, is_perturbed: bool = False) -> Any:
+        """Runs one step from the state at the beginning, and returns what it returns."""
+        self._reset(is_perturbed)
         return step(batch)
 
-    def _reset(self, by_digits: bool) -> None:
-        """Puts the state of the beginning into the variables, with moved weights if asked."""
-        self._moves.assign(by_digits)
+    def _reset(self, is_perturbed: bool) -> None:
+        """Gives the variables their values at the beginning, or perturbed weights."""
+        self._perturbs.assign(is_perturbed)
         rng = np.random.default_rng(19)
         for name, variable in self._variables.items():
             value = self._begin[name][0]
-            if by_digits and id(variable) in self._trained:
-                value = comparison.moved_by_digits(value, rng, self._unit)
+            if is_perturbed and id(variable) in self._trained:
+                value = comparison.perturbed(value, rng, self._unit)
             variable.assign(value)
         # Draws without a seed come from a generator of tfmulti's on replicas, and from Keras' own
         # on one device. Both begin with the same state.
@@ -175,16 +148,12 @@ class PlainRun:
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
-    """Returns the names and values of a step's logs, which may be nested.
-
-    Args:
-        logs: the logs, as the step returned them.
-    """
+    """Returns the names and values of a step's logs, which may be nested."""
     if isinstance(logs, Mapping):
         return [
             (f"{name}/{inner}" if inner else str(name), value)
-            for name, each in logs.items()
-            for inner, value in flat(each)
+            for name, entry in logs.items()
+            for inner, value in flat(entry)
         ]
     return [("", logs)] if isinstance(logs, (tf.Tensor, np.generic, float, int)) else []
 
@@ -194,15 +163,11 @@ Attributes = list[tuple[Any, dict[str, Any]]]
 
 
 def attributes_of(state: relocation.State) -> Attributes:
-    """Returns the numbers and texts that the objects of a model hold as Python attributes.
-
-    Args:
-        state: the variables of the model and the objects that hold them.
-    """
+    """Returns the numbers and texts that the objects of a model hold as Python attributes."""
     kinds = (int, float, str)
     return [
-        (thing, {name: v for name, v in vars(thing).items() if isinstance(v, kinds)})
-        for thing in state.objects
+        (owner, {name: v for name, v in vars(owner).items() if isinstance(v, kinds)})
+        for owner in state.objects
     ]
 
 
@@ -210,37 +175,31 @@ def set_attributes(attributes: Attributes) -> None:
     """Restores the numbers and texts that a step has changed in objects.
 
     Booleans keep their new value: a layer that was built stays built.
-
-    Args:
-        attributes: what `attributes_of` returned.
     """
-    for thing, before in attributes:
+    for owner, before in attributes:
         for name, value in before.items():
-            now = vars(thing).get(name)
-            if type(now) is type(value) and now != value and not isinstance(value, bool):
-                thing.__dict__[name] = value
+            current = vars(owner).get(name)
+            if type(current) is type(value) and current != value and not isinstance(value, bool):
+                owner.__dict__[name] = value
 
 
 def random_operations(step: Any) -> tuple[tuple[str, ...], str | None]:
     """Returns the operations of a traced step that draw from TensorFlow's own generators.
-
-    Args:
-        step: what `PlainRun.compiled` returned, after it was traced.
 
     Returns:
         The names of the operations, and the line of the user's step that draws first, or None.
     """
     if not hasattr(step, "get_concrete_function"):
         return (), None
-    found: set[str] = set()
+    operations: set[str] = set()
     line = None
     for concrete in traces_of(step):
         definition = concrete.graph.as_graph_def(add_shapes=False)
         nodes = [*definition.node]
         for function in definition.library.function:
             nodes += function.node_def
-        found |= {node.op for node in nodes if node.op in _DRAWS}
+        operations |= {node.op for node in nodes if node.op in _DRAWS}
         drawing = [op for op in concrete.graph.get_operations() if op.type in _DRAWS]
         lines = (recording.line_of(op.outputs[0]) for op in drawing if op.outputs)
-        line = line or next((each for each in lines if each), None)
-    return tuple(sorted(found)), line
+        line = line or next(filter(None, lines), None)
+    return tuple(sorted(operations)), line

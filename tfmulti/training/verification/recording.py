@@ -69,12 +69,7 @@ _SOURCE = "tfmulti_source"
 
 
 def stand_for(value: tf.Tensor, source: Any) -> None:
-    """Marks a tensor as being in the place of another, whose line its notes get.
-
-    Args:
-        value: the tensor.
-        source: the tensor of the user's step, whose place it takes.
-    """
+    """Marks a tensor as being in the place of another, whose line its notes get."""
     if hasattr(value, "graph"):
         setattr(value, _SOURCE, source)
 
@@ -82,44 +77,44 @@ def stand_for(value: tf.Tensor, source: Any) -> None:
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """Makes layers, losses and optimizers note what they compute, inside the context."""
-    owners: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = [
-        (keras.layers.Layer, "__call__", _telling("layer")),
-        (keras.losses.Loss, "__call__", _telling("loss")),
-        (keras.optimizers.Optimizer, "apply", _telling_gradients),
+    methods: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = [
+        (keras.layers.Layer, "__call__", _noting_outputs("layer")),
+        (keras.losses.Loss, "__call__", _noting_outputs("loss")),
+        (keras.optimizers.Optimizer, "apply", _noting_gradients),
     ]
-    own = [(owner, name, vars(owner).get(name)) for owner, name, _ in owners]
-    for owner, name, make in owners:
-        setattr(owner, name, make(getattr(owner, name)))
+    originals = [(cls, name, vars(cls).get(name)) for cls, name, _ in methods]
+    for cls, name, decorator in methods:
+        setattr(cls, name, decorator(getattr(cls, name)))
     try:
         yield
     finally:
-        for owner, name, before in own:
+        for cls, name, original in originals:
             # The class has inherited the method, so it must not keep one of its own.
-            if before is None:
-                delattr(owner, name)
+            if original is None:
+                delattr(cls, name)
             else:
-                setattr(owner, name, before)
+                setattr(cls, name, original)
 
 
-def _telling(kind: str) -> Callable[[Callable[..., Any]], Any]:
+def _noting_outputs(kind: str) -> Callable[[Callable[..., Any]], Any]:
     """Returns a decorator for a method, which notes each tensor that the method returns."""
 
     def make(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
             notes = _notes.get()
             if notes is not None:
-                for value in tf.nest.flatten(found):
+                for value in tf.nest.flatten(result):
                     notes.add(kind, str(getattr(self, "name", type(self).__name__)), value)
-            return found
+            return result
 
         return call
 
     return make
 
 
-def _telling_gradients(original: Callable[..., Any]) -> Any:
+def _noting_gradients(original: Callable[..., Any]) -> Any:
     """Returns an optimizer's `apply` that notes each gradient."""
 
     @functools.wraps(original)
@@ -139,12 +134,7 @@ def _telling_gradients(original: Callable[..., Any]) -> Any:
 
 
 def recorded(step: Callable[[Any], Any], keep: Callable[[Notes], None]) -> Callable[[Any], Any]:
-    """Returns a step that returns the tensors that it has noted.
-
-    Args:
-        step: the model's `train_step`.
-        keep: a function that is called with the notes.
-    """
+    """Returns a step that returns the tensors that it has noted, and gives `keep` the notes."""
 
     def notes_of(data: Any) -> Any:
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -161,9 +151,6 @@ def marked(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns the same step, marked so that `line_of` finds the lines within it.
 
     AutoGraph does not read the function that marks the step, but it reads the step.
-
-    Args:
-        step: the step.
     """
 
     def step_of_the_user(data: Any) -> Any:

@@ -4,8 +4,8 @@ Three runs begin with the same state and take the same global batches:
 
 1. The replicas take the steps, with the compiled function of the training.
 2. One device takes them as plain Keras does (`plain_run`).
-3. One device takes them again, with weights and gradients that are moved by some digits. The
-   change of a number tells how much of a difference rounding explains (`comparison`).
+3. One device takes them again, with perturbed weights and gradients. The effect on a number tells
+   how much of a difference rounding explains (`comparison`).
 
 After a failure the first step is traced once more on both sides, with notes of what layers, losses
 and gradients compute (`recording`). The first note that differs names the place of the error.
@@ -36,6 +36,7 @@ from tfmulti.keras_patches.random_numbers import (
 from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.replay import Trial
+from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import loops
 from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state import model_checks, relocation, run_state
@@ -44,7 +45,7 @@ from tfmulti.training.step import step as steps
 from tfmulti.training.verification import comparison, recording
 from tfmulti.training.verification.comparison import Difference, Quantity
 from tfmulti.training.verification.plain_run import (
-    After,
+    PlainResult,
     PlainRun,
     Values,
     attributes_of,
@@ -58,21 +59,15 @@ from tfmulti.training.verification.plain_run import (
 VISIBLE_RATE = 1e-3
 # If a schedule begins with 0, the first of these steps with another rate is used.
 STEPS_OF_SCHEDULE = (1, 10, 100, 1000, 10_000)
-# Weights are moved by this part of themselves for another attempt.
+# For another attempt, each weight is changed by this part of itself.
 ELSEWHERE = 2.0**-10
-# A quantity tells nothing if the last digits of the weights change it by more than this part of
-# itself.
+# A quantity tells nothing if one unit in the last place of the weights changes it by more than this
+# part of itself.
 MOST_SENSITIVE = 0.1
-# No votes, for executions that are traced.
-_NOTHING = Votes()
 
 
 class StepComparison:
     """The comparison of a model's first steps. Every worker makes one, and calls it alike.
-
-    Args:
-        model: the prepared, compiled and built model.
-        trial: the first global batches.
 
     Attributes:
         placement: this process' place among the workers.
@@ -103,47 +98,40 @@ class StepComparison:
         model = self._model
         self._python = random.getstate()
         self._trace()
-        # The trace may have drawn random numbers. Keras draws these once, too, so they are not
-        # taken back.
+        # The trace may have drawn random numbers. Keras draws these once, too, so the generators
+        # keep their present states.
         generators = run_state.random_states()
-        generator = step_generator(model) or global_generator()
-        self._roots = [model, *([generator] if generator else [])]
-        own = step_generator(model)
-        self._drawn_by = None if own is None else keras.ops.convert_to_numpy(own.state)
-        self._state = relocation.find(*self._roots)
+        seeds = step_generator(model)
+        self._drawn_by = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
+        self._state = relocation.find(model, seeds or global_generator())
         originals = relocation.values_of(self._state)
         attributes = attributes_of(self._state)
         try:
             model.reset_metrics()
-            _show_updates(self._state)
+            _avoid_zero_rates(self._state)
             self._begin = relocation.values_of(self._state)
             yield
         finally:
             relocation.set_values(self._state, originals)
             if model.run_eagerly:
                 set_attributes(attributes)
-            if not self._trial.draws:
+            if not self._trial.runs_user_code:
                 run_state.set_random_states(generators)
 
     def _trace(self) -> None:
         """Traces the execution that the replicas run next, which builds the layers that it uses."""
-        self._model.train_function.trace(self._trial.source(0), self._at_once, _NOTHING)
+        self._model.train_function.trace(self._trial.source(0), self._at_once, Votes())
 
     def begin_elsewhere(self, number: int) -> None:
-        """Lets the next comparison begin from other weights, which are moved a little.
-
-        Args:
-            number: the number of the attempt.
-        """
+        """Lets the next comparison begin from other weights, which are near the first ones."""
         self._trial.begin_again()
-        of = tf_variable_of
-        trained = {id(of(v)) for v in self._model.trainable_variables}
-        # The seed is the same on all workers, so they move the weights alike.
+        trained = {id(tf_variable_of(v)) for v in self._model.trainable_variables}
+        # The seed is the same on all workers, so all of them get the same weights.
         rng = np.random.default_rng(number)
         for name, variable in self._state.named().items():
             if id(variable) in trained:
-                moved = comparison.moved_by_digits(self._begin[name][0], rng, ELSEWHERE)
-                self._begin[name] = [moved for _ in self._begin[name]]
+                perturbed = comparison.perturbed(self._begin[name][0], rng, ELSEWHERE)
+                self._begin[name] = [perturbed for _ in self._begin[name]]
         relocation.set_values(self._state, self._begin)
 
     def compare(self) -> tuple[list[Difference], str]:
@@ -195,25 +183,16 @@ class StepComparison:
         names = {id(variable): name for name, variable in self._state.named().items()}
         variables = metric_variables(self._model)
         if self.placement.workers > 1:
-            read = run_state.metric_states(self._model)
-            parts = list(read.values())
+            states = list(run_state.metric_states(self._model).values())
         else:
-            parts = []
-            for v in variables:
-                parts.append(np.stack(after[names[id(tf_variable_of(v))]]))
-        found = {}
-        for variable, part in zip(variables, parts, strict=True):
-            name = names[id(tf_variable_of(variable))]
-            if variable.aggregation == "mean":
-                found[name] = part.mean(0, dtype=part.dtype)
-            elif variable.aggregation == "only_first_replica":
-                found[name] = part[0]
-            else:
-                found[name] = part.sum(0, dtype=part.dtype)
-        return found
+            states = [np.stack(after[names[id(tf_variable_of(v))]]) for v in variables]
+        return {
+            names[id(tf_variable_of(variable))]: run_state.merged(state, variable)
+            for variable, state in zip(variables, states, strict=True)
+        }
 
-    def _on_one_device(self, on_replicas: Future[Any]) -> tuple[list[After], str]:
-        """Takes the steps on one device twice: as they are, and with moved weights and gradients.
+    def _on_one_device(self, on_replicas: Future[Any]) -> tuple[list[PlainResult], str]:
+        """Takes the steps on one device twice: as they are, and perturbed.
 
         The steps begin when the replicas have ended.
 
@@ -230,7 +209,7 @@ class StepComparison:
                     step.get_concrete_function(batches[0])
                 # The two sides run one after the other, so that each has all of the memory.
                 wait([on_replicas])
-                runs = [alone.run(step, batches, by_digits=moved) for moved in (False, True)]
+                runs = [alone.run(step, batches, is_perturbed=p) for p in (False, True)]
                 self.draws = random_operations(step)
             return runs, ""
         except Exception as error:
@@ -250,67 +229,65 @@ class StepComparison:
         ):
             # A layer of the user's own may draw from Python's generator when it is traced. Both
             # traces must draw alike.
-            if not self._trial.draws:
+            if not self._trial.runs_user_code:
                 random.setstate(self._python)
             variables = {name: plain[id(v)] for name, v in named.items()}
             yield PlainRun(self._model, variables, self._begin, self._drawn_by, self._unit)
 
     def _differences(
-        self, after: Values, logs: Mapping[str, np.ndarray], there: After, moved: After
+        self,
+        after: Values,
+        logs: Mapping[str, np.ndarray],
+        plain: PlainResult,
+        perturbed: PlainResult,
     ) -> list[Difference]:
         """Returns how far each variable and each log of the replicas is from one device's."""
+        differences: list[Difference] = []
         kinds = self._kinds()
-        found: list[Difference] = []
-        for name, copies in after.items():
+        for name, values in after.items():
             kind = kinds.get(name)
             if kind is None:
                 continue
-            alone, other, before = there.values[name], moved.values[name], self._begin[name][0]
-            here = [self._metrics[name]] if kind == "metric" else _distinct(copies)
-            each = [
-                comparison.compare(Quantity(kind, name), value, alone, other, before, self._unit)
-                for value in here
+            copies = [self._metrics[name]] if kind == "metric" else _distinct(values)
+            device = plain.values[name], perturbed.values[name]
+            of_copies = [
+                comparison.compare(
+                    Quantity(kind, name), value, *device, self._begin[name][0], self._unit
+                )
+                for value in copies
                 if value.dtype.kind not in "SUO"
             ]
-            found += [max(each, key=lambda d: d.excess)] if each else []
+            differences += [max(of_copies, key=lambda d: d.excess)] if of_copies else []
         for name, value in logs.items():
-            if name in there.logs and name in moved.logs:
-                alone, other = there.logs[name], moved.logs[name]
-                alone = alone.astype(value.dtype)
+            if name in plain.logs and name in perturbed.logs:
+                device = plain.logs[name].astype(value.dtype), perturbed.logs[name]
                 log = Quantity("log", name)
-                found.append(comparison.compare(log, value, alone, other, None, self._unit))
-        return [_decided(d) for d in found]
+                differences.append(comparison.compare(log, value, *device, None, self._unit))
+        return [_decided(difference) for difference in differences]
 
     def _kinds(self) -> dict[str, str]:
         """Returns the kind of each variable by name, without those that cannot be compared."""
-        model, kinds = self._model, {}
-        of = tf_variable_of
-        weights = {id(of(v)) for v in model.trainable_variables}
-        slots = {id(of(v)) for o in self._state.optimizers for v in o.variables}
-        metrics = {id(of(v)) for v in metric_variables(model)}
-        seeds = {id(of(v)) for v in self._state.variables if is_seed(v)}
-        on_read = {id(of(v)) for v in self._state.variables if v.synchronization == "on_read"}
-        for name, variable in self._state.named().items():
-            at = id(variable)
-            if at in metrics:
-                kinds[name] = "metric"
-            elif at in on_read:
-                continue
-            elif at in seeds:
-                kinds[name] = "seed"
-            elif at in weights:
-                kinds[name] = "weight"
-            else:
-                kinds[name] = "slot" if at in slots else "state"
-        return kinds
+        variables = self._state.variables
+        by_kind = {
+            "metric": metric_variables(self._model),
+            "": [v for v in variables if v.synchronization == "on_read"],
+            "seed": filter(is_seed, variables),
+            "weight": self._model.trainable_variables,
+            "slot": [v for o in self._state.optimizers for v in o.variables],
+        }
+        kind_of: dict[int, str] = {}
+        # A variable has the first of these kinds under which it is listed. The kind "" is for
+        # variables that cannot be compared.
+        for kind, members in by_kind.items():
+            for variable in members:
+                kind_of.setdefault(id(tf_variable_of(variable)), kind)
+        kinds = {n: kind_of.get(id(v), "state") for n, v in self._state.named().items()}
+        return {name: kind for name, kind in kinds.items() if kind}
 
     def difference_in_words(self, failure: Difference | None) -> str:
         """Returns the message of a comparison that failed on some worker.
 
         Every worker calls it, because finding the first difference takes collectives.
-
-        Args:
-            failure: the difference that this worker would report, or None.
         """
         if self.draws[0]:
             return comparison.draws_in_words(*self.draws)
@@ -335,118 +312,105 @@ class StepComparison:
         if state_of(model).options.microbatches > 1:
             return None
         relocation.set_values(self._state, self._begin)
-        here: list[recording.Notes] = []
-        there: list[recording.Notes] = []
+        replicas_notes: list[recording.Notes] = []
+        device_notes: list[recording.Notes] = []
         worker_batch = from_batch(batch, self.placement)
         with recording.watched():
             step = steps.step_of(model, "train_step")
             seeds = step_generator(model)
-            with step_replaced(model, recording.recorded(step, here.append)):
-                one_step = steps.make_step(model, self.placement, seeds, None, training=True)
-            found, _ = one_step(worker_batch)
-            locals_ = [self._of_replica(found, i) for i in range(self.placement.local_replicas)]
+            with step_replaced(model, recording.recorded(step, replicas_notes.append)):
+                one_step = steps.make_step(model, seeds, None, training=True)
+            noted, _ = one_step(worker_batch)
+            of_replicas = [self._of_replica(noted, i) for i in range(self.placement.local_replicas)]
             relocation.set_values(self._state, self._begin)
             attributes = attributes_of(self._state)
             try:
                 with self._alone() as alone:
-                    own = steps.step_of(model, "train_step")
-                    step = alone.compiled(recording.recorded(own, there.append))
-                    values = [np.asarray(v) for v in alone.call(step, batch)]
-                    moved = [np.asarray(v) for v in alone.call(step, batch, by_digits=True)]
+                    step = steps.step_of(model, "train_step")
+                    step = alone.compiled(recording.recorded(step, device_notes.append))
+                    plain, perturbed = (
+                        [np.asarray(v) for v in alone.call(step, batch, is_perturbed=p)]
+                        for p in (False, True)
+                    )
             except Exception:
                 return None
             finally:
                 set_attributes(attributes)
-        return self._first_note(worker_batch, here, locals_, there[0], values, moved)
-
-    def _of_replica(self, found: Any, local: int) -> list[np.ndarray]:
-        """Returns the notes' values on one local replica."""
-        strategy = self._model.distribute_strategy
-        return [np.asarray(strategy.experimental_local_results(value)[local]) for value in found]
-
-    def _first_note(
-        self,
-        worker_batch: Any,
-        here: Sequence[recording.Notes],
-        locals_: Sequence[Sequence[np.ndarray]],
-        there: recording.Notes,
-        values: Sequence[np.ndarray],
-        moved: Sequence[np.ndarray],
-    ) -> Difference | None:
-        """Returns the first note that differs, or None. Rows are compared with the same rows."""
-        if not here:
+        if not replicas_notes:
             return None
-        at = {key: position for position, key in enumerate(here[0].keys)}
-        rows = int(worker_batch.rows)
-        for position, key in enumerate(there.keys):
-            if key not in at:
+        indices = {key: index for index, key in enumerate(replicas_notes[0].keys)}
+        for position, key in enumerate(device_notes[0].keys):
+            if key not in indices:
                 continue
-            worst: Difference | None = None
-            parts = [local[at[key]] for local in locals_]
-            pairs = _pairs(key[0], parts, values[position], moved[position], worker_batch, rows)
-            for mine, alone, other in pairs:
-                one = comparison.compare(Quantity(*key[:2]), mine, alone, other, None, self._unit)
-                if one.limit == 0 and key[0] == "layer" and not alone.size:
-                    continue
-                if worst is None or one.excess > worst.excess:
-                    worst = one
+            kind, name, _ = key
+            parts = [values[indices[key]] for values in of_replicas]
+            device = plain[position], perturbed[position]
+            differences = [
+                comparison.compare(Quantity(kind, name), *values, None, self._unit)
+                for values in _comparable(kind, parts, *device, worker_batch)
+            ]
+            largest = max(differences, key=lambda d: d.excess, default=None)
             # The rounding of an output is relative to the terms of its sum, which are unknown. So a
             # difference must be ten times above the limit.
-            if worst is not None and worst.difference > 10 * worst.limit:
-                return replace(worst, line=there.lines[position])
-        self._all_was_noted = any(kind == "gradient" for kind, _, _ in there.keys)
+            if largest is not None and largest.difference > 10 * largest.limit:
+                return replace(largest, line=device_notes[0].lines[position])
+        self._all_was_noted = any(kind == "gradient" for kind, _, _ in device_notes[0].keys)
         return None
 
+    def _of_replica(self, noted: Any, local: int) -> list[np.ndarray]:
+        """Returns the notes' values on one local replica."""
+        strategy = self._model.distribute_strategy
+        return [np.asarray(strategy.experimental_local_results(value)[local]) for value in noted]
 
-def _pairs(
+
+def _comparable(
     kind: str,
     parts: Sequence[np.ndarray],
-    alone: np.ndarray,
-    other: np.ndarray,
-    worker_batch: Any,
-    rows: int,
+    plain: np.ndarray,
+    perturbed: np.ndarray,
+    worker_batch: WorkerBatch,
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Returns the parts of a note that are compared: replicas, one device, one device moved.
+    """Returns the values of a note to compare: of replicas, of one device, and perturbed.
 
     A gradient is the same on all replicas. A scalar is the mean over the replicas by their rows.
     Anything else is cut to the rows of each replica.
     """
-    own_rows = [int(n) for n in worker_batch.own_rows]
+    rows, own_rows = int(worker_batch.rows), [int(n) for n in worker_batch.own_rows]
     if kind == "gradient":
-        return [(part, alone, other) for part in parts if part.shape == alone.shape]
-    if alone.ndim == 0:
+        return [(part, plain, perturbed) for part in parts if part.shape == plain.shape]
+    if plain.ndim == 0:
         # The parts of the other workers are not here.
         if sum(own_rows) != rows:
             return []
-        weights = [n / rows for n in own_rows]
-        both = zip(weights, parts, strict=True)
-        whole = sum((w * part for w, part in both if w), np.zeros_like(alone))
-        return [(np.asarray(whole, alone.dtype), alone, other)]
-    if not rows or alone.shape[0] % rows:
+        weighted = [n / rows * part for n, part in zip(own_rows, parts, strict=True) if n]
+        mean = sum(weighted, np.zeros_like(plain))
+        return [(np.asarray(mean, plain.dtype), plain, perturbed)]
+    if not rows or plain.shape[0] % rows:
         return []
     # An example may have several entries, such as windows or time steps.
-    times = alone.shape[0] // rows
-    found = []
-    for part, first, count in zip(parts, worker_batch.first_rows, own_rows, strict=True):
-        start, stop = int(first) * times, (int(first) + count) * times
-        if count and part.shape[1:] == alone.shape[1:] and part.shape[0] == count * times:
-            found.append((part, alone[start:stop], other[start:stop]))
-    return found
+    times = plain.shape[0] // rows
+    values = []
+    for part, first_row, count in zip(parts, worker_batch.first_rows, own_rows, strict=True):
+        start, stop = int(first_row) * times, (int(first_row) + count) * times
+        if count and part.shape[1:] == plain.shape[1:] and part.shape[0] == count * times:
+            values.append((part, plain[start:stop], perturbed[start:stop]))
+    return values
 
 
 def _distinct(copies: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the first replica's value of a variable, and the values that differ from it."""
     first, *others = copies
-    return [first, *(each for each in others if not np.array_equal(first, each))]
+    return [first, *(other for other in others if not np.array_equal(first, other))]
 
 
-def _decided(found: Difference) -> Difference:
-    """Returns the same difference, or an undecided one if the last digits decide about it."""
-    explained = found.limit / comparison.TIMES_SENSITIVITY
-    size = max(abs(found.here), abs(found.there))
-    if found.excess > 1 or not np.isfinite(explained) or explained <= MOST_SENSITIVE * size:
-        return found
-    return Difference("undecided", found.name, 0.0, found.limit, found.here, found.there)
+def _decided(difference: Difference) -> Difference:
+    """Returns the same difference, or an undecided one if the perturbation changes too much."""
+    effect = difference.limit / comparison.TIMES_SENSITIVITY
+    size = max(abs(difference.on_replicas), abs(difference.on_one_device))
+    is_clear = not np.isfinite(effect) or effect <= MOST_SENSITIVE * size
+    if difference.excess > 1 or is_clear:
+        return difference
+    return replace(difference, kind="undecided", difference=0.0)
 
 
 def _unit_of(model: keras.Model, placement: Placement) -> float:
@@ -459,7 +423,7 @@ def _unit_of(model: keras.Model, placement: Placement) -> float:
     return 2.0**-11 if placement.gpus and short else 0.0
 
 
-def _show_updates(state: relocation.State) -> None:
+def _avoid_zero_rates(state: relocation.State) -> None:
     """Gives each optimizer whose learning rate is 0 another rate or a later step of a schedule."""
     for optimizer in state.optimizers:
         with contextlib.suppress(AttributeError, NotImplementedError, TypeError):

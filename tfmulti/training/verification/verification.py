@@ -25,7 +25,7 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
 from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.keras_patches.variables import strategy_of
-from tfmulti.training.input.feed import GivenData, SourceFeed, make_feed
+from tfmulti.training.input.feed import DataArguments, SourceFeed, make_feed
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import same_data
@@ -42,15 +42,11 @@ from tfmulti.training.verification.step_comparison import StepComparison
 # an input in one of ten comparisons.
 ATTEMPTS = 4
 # The chief reports a comparison that took more seconds than this.
-TOLD_FROM_S = 1.0
+REPORTED_FROM_S = 1.0
 
 
 def is_due(model: keras.Model) -> bool:
-    """Returns whether `fit` compares now: once for each `compile`, as `prepare(verify=…)` says.
-
-    Args:
-        model: the prepared model, with a train function.
-    """
+    """Returns whether `fit` compares now: once for each `compile`, as `prepare(verify=…)` says."""
     wanted = state_of(model).options.verify
     if wanted is None:
         several = placement_of(model.distribute_strategy).replicas > 1
@@ -59,11 +55,7 @@ def is_due(model: keras.Model) -> bool:
 
 
 def reason_to_skip(model: keras.Model) -> str | None:
-    """Returns why a model cannot have one device's numbers on replicas, or None if it can.
-
-    Args:
-        model: the prepared model.
-    """
+    """Returns why a model cannot have one device's numbers on replicas, or None if it can."""
     state, placement = state_of(model), placement_of(model.distribute_strategy)
     several = placement.replicas > 1
     layers = layers_of(model)
@@ -80,7 +72,7 @@ def reason_to_skip(model: keras.Model) -> str | None:
         and state.options.microbatches > 1,
         "skip_bad_records leaves out other rows on each worker": state.reading.skips_bad,
     }
-    return next((words for words, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def before_training(
@@ -88,7 +80,7 @@ def before_training(
     feed: Feed,
     steps_per_epoch: int | None,
     *,
-    tells: bool,
+    reports_time: bool,
 ) -> None:
     """Makes the comparison if one is due. Every worker calls it.
 
@@ -96,7 +88,7 @@ def before_training(
         model: the prepared, compiled and built model, with a train function.
         feed: the feed of the training.
         steps_per_epoch: the steps of an epoch, or None if only reading tells it.
-        tells: whether the chief prints how long the comparison took, if that was long.
+        reports_time: whether the chief prints how long the comparison took, if that was long.
 
     Raises:
         VerificationError: the numbers differ, or they cannot be compared and `prepare(verify=True)`
@@ -112,26 +104,27 @@ def before_training(
         if state.options.verify and placement_of(model.distribute_strategy).is_chief:
             warnings.warn(f"verify: the numbers are not compared: {reason}.", stacklevel=3)
         return
-    sure = feed.data.holds(steps_per_epoch)
-    at_once = int(model.steps_per_execution) if sure else 1
+    is_long_enough = feed.data.holds(steps_per_epoch)
+    at_once = int(model.steps_per_execution) if is_long_enough else 1
     count = state.options.verify_steps if at_once == 1 else max(state.options.verify_steps, 2)
-    kept = -(-count // at_once) * at_once
+    replayed = -(-count // at_once) * at_once
     if steps_per_epoch:
-        count, kept = min(count, steps_per_epoch), min(kept, steps_per_epoch)
+        count, replayed = min(count, steps_per_epoch), min(replayed, steps_per_epoch)
     if state.options.steps_per_execution == "auto" and not isinstance(feed, SourceFeed):
         # The number of steps of an execution may change later. No execution can take from both the
-        # kept batches and the rest. The first execution has one step in any case.
-        count = kept = 1
-    trial = _trial_of_all(model, lambda: Trial(feed, count, kept, sure=sure))
+        # replayed batches and the rest. The first execution has one step in any case.
+        count = replayed = 1
+    trial = _trial_of_all(
+        model, lambda: Trial(feed, count, replayed, is_long_enough=is_long_enough)
+    )
     if trial is None:
         # An example cannot be read. The training tells which one it is, and on which worker.
         return
     with contextlib.closing(trial):
         if trial.batches:
-            required = bool(state.options.verify)
-            state.verification = check(model, trial, required=required)
+            state.verification = check(model, trial, required=bool(state.options.verify))
             model.train_function.is_verified = True
-            if tells and state.verification.seconds_apart > TOLD_FROM_S:
+            if reports_time and state.verification.seconds_apart > REPORTED_FROM_S:
                 speaker(placement_of(model.distribute_strategy).is_chief)(
                     "verify", cost_in_words(state.verification)
                 )
@@ -140,7 +133,7 @@ def before_training(
 def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None:
     """Returns the first batches, or None if some worker cannot read an example of them.
 
-    Every worker calls it, since otherwise the others would wait in a collective for the worker that
+    Every worker calls it. Otherwise the other workers would wait in a collective for a worker that
     has no data.
     """
     trial = None
@@ -154,16 +147,12 @@ def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None
     return trial
 
 
-def cost_in_words(found: Verification) -> str:
-    """Returns a line that tells the result of a comparison and how long it took.
-
-    Args:
-        found: the result.
-    """
-    steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
+def cost_in_words(result: Verification) -> str:
+    """Returns a line that tells the result of a comparison and how long it took."""
+    steps = "the first step" if result.steps == 1 else f"the first {result.steps} steps"
     return (
-        f"{steps} on {found.replicas} replicas gave one device's numbers ({found.quantities} "
-        f"compared); that took {found.seconds_apart:.1f} s"
+        f"{steps} on {result.replicas} replicas gave one device's numbers ({result.quantities} "
+        f"compared); that took {result.seconds_apart:.1f} s"
     )
 
 
@@ -208,8 +197,8 @@ def verify(
         raise ConfigError(f"steps is {steps}, but it must be at least 1.")
     model_checks.check_compiled(model)
     relocation.enter(model)
-    given = GivenData(x, y, sample_weight, batch_size, class_weight)
-    feed = make_feed(given, placement_of(model.distribute_strategy), state_of(model).reading)
+    data = DataArguments(x, y, sample_weight, batch_size, class_weight)
+    feed = make_feed(data, placement_of(model.distribute_strategy), state_of(model).reading)
     same_data.check_same_data(model, feed)
     model_checks.build(model, feed.data.specs, optimizers=True)
     state_of(model).specs = feed.data.specs
@@ -217,36 +206,29 @@ def verify(
     reason = reason_to_skip(model)
     if reason is not None:
         return Verification(verdict="skipped", reason=reason)
-    sure = feed.data.holds(steps)
-    trial = Trial(feed, steps, steps, sure=sure)
+    trial = Trial(feed, steps, steps, is_long_enough=feed.data.holds(steps))
     with contextlib.closing(trial):
         if not trial.batches:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
-        found = state_of(model).verification = check(model, trial, required=True)
+        result = state_of(model).verification = check(model, trial, required=True)
         model.train_function.is_verified = True
         feed.end_pass()
-    return found
+    return result
 
 
 def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
     """Compares the first steps, and returns the result. Every worker calls it.
-
-    Args:
-        model: the prepared, compiled and built model.
-        trial: the first global batches.
-        required: whether it is an error if the comparison cannot be made. Otherwise the chief
-            warns.
 
     Raises:
         VerificationError: the numbers differ, or they cannot be compared and `required` is True.
             All workers raise it.
     """
     started = time.perf_counter()
-    made = strategies.made()
-    if made is not None and strategy_of(model) is None:
+    strategy = strategies.made()
+    if strategy is not None and strategy_of(model) is None:
         raise VerificationError(
             f"verify: the model trains on one device, although this process made a strategy of "
-            f"{made.num_replicas_in_sync} replicas. Make and compile the model inside 'with "
+            f"{strategy.num_replicas_in_sync} replicas. Make and compile the model inside 'with "
             "strategy.scope():'."
         )
     comparer = StepComparison(model, trial)
@@ -254,31 +236,33 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
         for attempt in range(ATTEMPTS):
             if attempt:
                 comparer.begin_elsewhere(attempt)
-            found, problem = comparer.compare()
-            failure = comparison.first_of(found)
-            worst = _verdict_of_all(model, problem, failure is not None or bool(comparer.draws[0]))
-            if worst is None:
-                return _report(comparer, found, started)
-            rank, could_not = worst
-            if could_not or comparer.draws[0]:
+            differences, problem = comparer.compare()
+            failure = comparison.first_of(differences)
+            differs = failure is not None or bool(comparer.draws[0])
+            verdict = _verdict_of_all(model, problem, differs)
+            if verdict is None:
+                return _report(comparer, differences, started)
+            rank, is_impossible = verdict
+            if is_impossible or comparer.draws[0]:
                 break
-        if not could_not:
+        if not is_impossible:
             problem = comparer.difference_in_words(failure)
         message = gather_bytes(model.distribute_strategy, problem.encode())[rank]
     assert message is not None
-    if could_not and not required:
-        words = f"verify: the first step could not be compared with one device: {message.decode()}"
-        if comparer.placement.is_chief:
-            warnings.warn(words, stacklevel=3)
-        return Verification(verdict="skipped", reason=message.decode())
-    raise VerificationError(message.decode())
+    reason = message.decode()
+    if required or not is_impossible:
+        raise VerificationError(reason)
+    if comparer.placement.is_chief:
+        words = f"verify: the first step could not be compared with one device: {reason}"
+        warnings.warn(words, stacklevel=3)
+    return Verification(verdict="skipped", reason=reason)
 
 
 @contextlib.contextmanager
 def _without_warnings(model: keras.Model) -> Iterator[None]:
-    """Puts off the warnings of values that are not understood, since a comparison may settle them.
+    """Delays the warnings that values may differ, because the comparison may show that they do not.
 
-    The next step warns of what is left.
+    The next step gives the warnings that are left.
     """
     traced = state_of(model).traced
     traced.is_compared_now = True
@@ -288,31 +272,33 @@ def _without_warnings(model: keras.Model) -> Iterator[None]:
         traced.is_compared_now = False
 
 
-def _verdict_of_all(model: keras.Model, problem: str, fails: bool) -> tuple[int, bool] | None:
-    """Returns the first worker that reports a problem, and whether it could not compare.
+def _verdict_of_all(model: keras.Model, problem: str, differs: bool) -> tuple[int, bool] | None:
+    """Returns the worker whose failure is reported, and whether its comparison was impossible.
 
     It returns None if the numbers are the same on all workers. Every worker calls it: it is a
     collective.
     """
-    told = gather(model.distribute_strategy, [bool(problem), fails])
     # Numbers that differ on a worker weigh more than a comparison that could not be made.
-    for which in (1, 0):
-        for rank, each in enumerate(told):
-            if each[which]:
-                return rank, which == 0
+    votes = gather(model.distribute_strategy, [differs, bool(problem)])
+    for is_impossible in (False, True):
+        for rank, vote in enumerate(votes):
+            if vote[is_impossible]:
+                return rank, is_impossible
     return None
 
 
-def _report(comparer: StepComparison, found: Sequence[Difference], started: float) -> Verification:
+def _report(
+    comparer: StepComparison, differences: Sequence[Difference], started: float
+) -> Verification:
     """Returns the result of a comparison in which all numbers were the same."""
-    decided = [d for d in found if d.kind != "undecided"]
+    decided = [d for d in differences if d.kind != "undecided"]
     closest = max(decided, key=lambda d: d.excess, default=None)
     return Verification(
         verdict="same",
         steps=comparer.steps,
         replicas=comparer.placement.replicas,
         quantities=len(decided),
-        undecided=len(found) - len(decided),
+        undecided=len(differences) - len(decided),
         closest=closest.name if closest else "",
         difference=closest.difference if closest else 0.0,
         limit=closest.limit if closest else 0.0,
