@@ -282,7 +282,7 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     found = collectives.begin_rows([value])
     if found is not None:
         return found()[0]
-    near = replica_threads.rows(value)
+    near = replica_threads.gather_rows(value)
     if near is not None:
         return near
     context = tf.distribute.get_replica_context()
@@ -374,7 +374,7 @@ def of_each(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
     found = collectives.gather(value)
     if found is None:
-        found = replica_threads.each(value)
+        found = replica_threads.gather(value)
     if found is None:
         place = tf.one_hot(number, replicas, dtype=value.dtype)
         found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))

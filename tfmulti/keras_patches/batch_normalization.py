@@ -18,13 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.distribution import (
-    normalization,
-)
-from tfmulti.distribution.replica_slice import (
-    current,
-    partial,
-)
+from tfmulti.distribution import normalization
+from tfmulti.distribution.replica_slice import current, partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled, is_on_gpu
 from tfmulti.keras_patches.model_structure import layers_of

@@ -13,14 +13,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfmulti.distribution import (
-    global_values,
-    losses,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    partial,
-)
+from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution.replica_slice import partial
 from tfmulti.keras_patches.patching import replace
 
 

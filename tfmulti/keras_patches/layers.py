@@ -22,16 +22,8 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfmulti.distribution import (
-    batch_dependent_layers,
-    custom_steps,
-    global_values,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    PerThread,
-    partial,
-)
+from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
+from tfmulti.distribution.replica_slice import PerThread, partial
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, own_variables
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 

@@ -24,18 +24,8 @@ import tensorflow as tf
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.trainer import Trainer
 
-from tfmulti.distribution import (
-    global_values,
-    losses,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    PerThread,
-    ReplicaSlice,
-    computing,
-    current,
-    partial,
-)
+from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing, current, partial
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.patching import is_of_keras, replace
 

@@ -21,16 +21,8 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
-from tfmulti.distribution import (
-    global_values,
-    losses,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    ReplicaSlice,
-    computing,
-    partial,
-)
+from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing, partial
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.losses import ATTACHED, have_rows, of_keras_by_rows
 from tfmulti.keras_patches.patching import is_of_keras, replace

@@ -23,13 +23,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfmulti.distribution import (
-    collectives,
-    global_values,
-)
-from tfmulti.distribution.replica_slice import (
-    partial,
-)
+from tfmulti.distribution import collectives, global_values
+from tfmulti.distribution.replica_slice import partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.cpu_speed import updates

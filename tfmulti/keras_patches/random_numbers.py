@@ -35,14 +35,8 @@ from keras.src.random.seed_generator import (
 )
 from tensorflow.python.eager import context
 
-from tfmulti.distribution import (
-    randomness,
-)
-from tfmulti.distribution.replica_slice import (
-    ReplicaSlice,
-    partial,
-    refuse_to_compile,
-)
+from tfmulti.distribution import randomness
+from tfmulti.distribution.replica_slice import ReplicaSlice, partial, refuse_to_compile
 from tfmulti.keras_patches.patching import replace
 
 # The attribute of a strategy that holds the generator of `step_generator`.

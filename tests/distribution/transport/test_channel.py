@@ -15,7 +15,7 @@ import pytest
 
 from tfmulti.cluster.job_secret import NONCE_BYTES, PROOF_BYTES
 from tfmulti.cluster.listening import listen
-from tfmulti.distribution.transport.channel import ENOUGH_BYTES, THREAD, Channel, ChannelError
+from tfmulti.distribution.transport.channel import THREAD, WAKE_BYTES, Channel, ChannelError
 from tfmulti.distribution.transport.rendezvous import connect_workers
 
 KEY = b"0123456789abcdef"
@@ -379,7 +379,7 @@ def test_what_comes_late_wakes_who_waits() -> None:
     late.start()
     assert text(one.receive(1)) == ["x"]
     link = connections[0][1]
-    assert link.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == ENOUGH_BYTES
+    assert link.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == WAKE_BYTES
     late.join(LIMIT_S)
 
 
