@@ -53,9 +53,9 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
     Returns:
         The kind of each Keras variable, by the variable's id, for `ReplicaSlice.states`.
     """
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
     for layer in layers_of(model):
-        found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
+        kinds |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
     metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
     while metrics:
         metric = metrics.pop()
@@ -64,8 +64,8 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
         metrics += inner
         if not inner:
             kind = "" if is_of_keras(type(metric)) else "metric"
-            found |= {id(v): kind for v in metric.variables}
-    return found
+            kinds |= {id(v): kind for v in metric.variables}
+    return kinds
 
 
 def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,20 +73,20 @@ def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         replica_slice = partial()
-        # Assignments within Keras' own layers stay: other patches handle the states of those.
-        asks = replica_slice is not None and not _in_layer_of_keras.get()
-        kind = replica_slice.states.get(id(self)) if replica_slice is not None and asks else None
-        if replica_slice is not None and kind == "layer":
-            value = global_values.of_one_device(replica_slice, value)
-        elif replica_slice is not None and kind == "metric":
-            value = global_values.part_of_sum(replica_slice, value)
+        # Other patches handle the assignments within Keras' own layers.
+        if replica_slice is not None and not _in_layer_of_keras.get():
+            kind = replica_slice.states.get(id(self))
+            if kind == "layer":
+                value = global_values.of_one_device(replica_slice, value)
+            elif kind == "metric":
+                value = global_values.part_of_sum(replica_slice, value)
         return original(self, value, *args, **kwargs)
 
     return assign
 
 
 def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `merge_call` that keeps what this replica's trace has left on the layers.
+    """Returns a `merge_call` that keeps the tensors that this replica's trace has left on layers.
 
     While one replica waits in `merge_call`, the other replicas of the process trace the same
     layers and leave their own losses there. Afterwards each layer gets this replica's back.
@@ -96,11 +96,11 @@ def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
         replica_slice = partial()
         if replica_slice is None or replica_slice.model is None or tf.executing_eagerly():
             return original(self, *args, **kwargs)
-        left = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
-        found = original(self, *args, **kwargs)
-        for layer, state in left:
+        states = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
+        result = original(self, *args, **kwargs)
+        for layer, state in states:
             vars(layer).update(state)
-        return found
+        return result
 
     return merge_call
 
@@ -113,13 +113,13 @@ def _left_by_trace(layer: Any) -> dict[str, Any]:
     losses = {"_losses": list(layer._losses), "_loss_ids": set(layer._loss_ids)}
     if is_of_keras(type(layer)):
         return losses
-    found = {}
+    tensors_held = {}
     for name, value in vars(layer).items():
-        parts = value.values() if isinstance(value, dict) else value
-        many = isinstance(value, (dict, list, tuple))
-        if any(map(_is_symbolic, parts if many else [value])):
-            found[name] = type(value)(value) if type(value) in (dict, list) else value
-    return found | losses
+        items = value.values() if isinstance(value, dict) else value
+        is_collection = isinstance(value, (dict, list, tuple))
+        if any(map(_is_symbolic, items if is_collection else [value])):
+            tensors_held[name] = type(value)(value) if type(value) in (dict, list) else value
+    return tensors_held | losses
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -133,8 +133,7 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = type(self).__module__.startswith("keras.src.layers.")
-        with _in_layer_of_keras.set_to(own and not isinstance(self, keras.layers.Lambda)):
+        with _in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self):
             row_labels.mark_call((args, kwargs, _given_weights(self)), outputs)
@@ -143,12 +142,18 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _is_layer_of_keras(layer: Any) -> bool:
+    """Returns whether the code of a layer is Keras', and not the user's."""
+    of_keras = type(layer).__module__.startswith("keras.src.layers.")
+    return of_keras and not isinstance(layer, keras.layers.Lambda)
+
+
 def _given_weights(layer: Any) -> list[Any]:
-    """Returns the tensors that stand for a layer's weights in `stateless_call`."""
+    """Returns the tensors that replace a layer's weights in `stateless_call`."""
     if not in_stateless_scope():
         return []
-    found = map(get_stateless_scope().get_current_value, layer.trainable_variables)
-    return [value for value in found if value is not None]
+    values_of_weights = map(get_stateless_scope().get_current_value, layer.trainable_variables)
+    return [value for value in values_of_weights if value is not None]
 
 
 def _works_by_rows(layer: Any) -> bool:
@@ -158,8 +163,7 @@ def _works_by_rows(layer: Any) -> bool:
     BatchNormalization give them the rows of all replicas.
     """
     return all(
-        type(part).__module__.startswith("keras.src.layers.")
-        and not isinstance(part, keras.layers.Lambda)
+        _is_layer_of_keras(part)
         and is_of_keras(getattr(part, "activation", keras.activations.linear))
         for part in layers_of(layer)
     )

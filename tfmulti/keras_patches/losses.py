@@ -80,7 +80,7 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_by_rows(replica_slice: ReplicaSlice, values: Any) -> bool:
-    """Returns whether a loss has a value for each row, or it is unknown how it depends on rows."""
+    """Returns whether a loss has a value for each row, or may have one."""
     kinds = (Kind.ROWS, Kind.LOCAL)
     return (
         of_keras_by_rows.get()
@@ -118,18 +118,18 @@ def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
         if global_values.are_known(replica_slice):
             function = getattr(self, "fn", type(self))
             with of_keras_by_rows.set_to(is_of_keras(function) and have_rows(y_true, y_pred)):
-                found = original(self, y_true, y_pred, sample_weight)
-            kind = row_labels.label_of(found).kind
-            # The user's code that reduces these values gets values of the global batch itself.
-            if kind is not Kind.LOCAL and found.shape.rank != 0:
-                return found
+                loss = original(self, y_true, y_pred, sample_weight)
+            kind = row_labels.label_of(loss).kind
+            # The user's code reduces these values later. That result becomes global by itself.
+            if kind is not Kind.LOCAL and loss.shape.rank != 0:
+                return loss
             if kind is not Kind.LOCAL:
-                return global_values.averaged(replica_slice, found)
-        seen = losses.Seen()
-        # The result of this call is not used in the step. It only shows how the loss is computed.
-        with losses.watching(seen), computing(replica_slice.alone()):
-            found = original(self, y_true, y_pred, sample_weight)
-        by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
+                return global_values.averaged(replica_slice, loss)
+        calls = losses.LossCalls()
+        # This call only shows how the loss is computed. The step does not use its result.
+        with losses.watching(calls), computing(replica_slice.alone()):
+            loss = original(self, y_true, y_pred, sample_weight)
+        by_rows = not calls.scalar and (calls.reduced or loss.shape.rank)
         if by_rows and is_of_keras(getattr(self, "fn", type(self))):
             return original(self, y_true, y_pred, sample_weight)
         compute = functools.partial(original, self)

@@ -156,15 +156,15 @@ def _compute_before_waits(gradients: Gradients) -> None:
     waits = set(collectives.waits())
     if not waits:
         return
-    found, rest = set(), [g.op for g in gradients if isinstance(g, tf.Tensor)]
+    makers, to_visit = set(), [g.op for g in gradients if isinstance(g, tf.Tensor)]
     # The list grows in the loop: AddN adds a regularizer's part to the gradient of the layer.
-    for operation in rest:
-        found.add(operation)
+    for operation in to_visit:
+        makers.add(operation)
         if operation.type == "AddN":
-            rest += [value.op for value in operation.inputs]
+            to_visit += [value.op for value in operation.inputs]
     ready: list[tf.Operation] = []
     for operation in tf.compat.v1.get_default_graph().get_operations():
-        if operation in found:
+        if operation in makers:
             ready.append(operation)
         elif operation in waits:
             operation._add_control_inputs(ready)
@@ -202,7 +202,8 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
-def _mix_in(thing: Any, mixin: type) -> None:
+def _mix_in(instance: Any, mixin: type) -> None:
     """Gives an object a class derived from its own and from `mixin`, unless it has one."""
-    if not isinstance(thing, mixin):
-        object.__setattr__(thing, "__class__", derived_class(type(thing), (mixin, type(thing))))
+    if not isinstance(instance, mixin):
+        own_class = type(instance)
+        object.__setattr__(instance, "__class__", derived_class(own_class, (mixin, own_class)))
