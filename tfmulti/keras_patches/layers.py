@@ -23,20 +23,20 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from tensorflow.python.distribute.values import DistributedVariable
 
 from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
-from tfmulti.distribution.replica_slice import PerThread, partial
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, own_variables
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
 def install() -> None:
     """Patches layers, assignments to variables, and TensorFlow's functions for custom steps."""
-    replace(tf.distribute.ReplicaContext, "merge_call", _keeping_traces)
+    replace(tf.distribute.ReplicaContext, "merge_call", in_replica_slice(_merge_call))
     replace(keras.layers.Layer, "__call__", _labelled_layer)
     for variable in (keras.Variable, DistributedVariable):
         for name in ("assign", "assign_add", "assign_sub"):
             # The other assigning methods of `keras.Variable` call its `assign`.
             if name == "assign" or variable is DistributedVariable:
-                replace(variable, name, _assigned)
+                replace(variable, name, in_replica_slice(_assign))
     for owner, name, function in custom_steps.FUNCTIONS:
         replace(owner, name, in_replica_slice(function))
     for layer in batch_dependent_layers.LAYERS:
@@ -68,41 +68,40 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
     return kinds
 
 
-def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an assigning method that stores the value of the global batch in a custom state."""
+def _assign(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    variable: Any,
+    value: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Assigns a value. A state of the user's own code gets the value of the global batch."""
+    # Other patches handle the assignments within Keras' own layers.
+    if not _in_layer_of_keras.get():
+        kind = replica_slice.states.get(id(variable))
+        if kind == "layer":
+            value = global_values.of_one_device(replica_slice, value)
+        elif kind == "metric":
+            value = global_values.part_of_sum(replica_slice, value)
+    return original(variable, value, *args, **kwargs)
 
-    def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        replica_slice = partial()
-        # Other patches handle the assignments within Keras' own layers.
-        if replica_slice is not None and not _in_layer_of_keras.get():
-            kind = replica_slice.states.get(id(self))
-            if kind == "layer":
-                value = global_values.of_one_device(replica_slice, value)
-            elif kind == "metric":
-                value = global_values.part_of_sum(replica_slice, value)
-        return original(self, value, *args, **kwargs)
 
-    return assign
-
-
-def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `merge_call` that keeps the tensors that this replica's trace has left on layers.
+def _merge_call(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs `merge_call`, and keeps the tensors that this replica's trace has left on layers.
 
     While one replica waits in `merge_call`, the other replicas of the process trace the same
     layers and leave their own losses there. Afterwards each layer gets this replica's back.
     """
-
-    def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replica_slice = partial()
-        if replica_slice is None or replica_slice.model is None or tf.executing_eagerly():
-            return original(self, *args, **kwargs)
-        states = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
-        result = original(self, *args, **kwargs)
-        for layer, state in states:
-            vars(layer).update(state)
-        return result
-
-    return merge_call
+    if replica_slice.model is None or tf.executing_eagerly():
+        return original(*args, **kwargs)
+    states = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
+    result = original(*args, **kwargs)
+    for layer, state in states:
+        vars(layer).update(state)
+    return result
 
 
 def _left_by_trace(layer: Any) -> dict[str, Any]:

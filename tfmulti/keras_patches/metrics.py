@@ -13,7 +13,6 @@ the result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,68 +21,66 @@ import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
 from tfmulti.distribution import global_values, losses, row_labels
-from tfmulti.distribution.replica_slice import ReplicaSlice, computing, partial
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.losses import ATTACHED, have_rows, of_keras_by_rows
-from tfmulti.keras_patches.patching import is_of_keras, replace
+from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
 def install() -> None:
     """Patches `update_state` of Keras' metrics that add up values or the mean of values."""
-    replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_of_all_rows)
+    replace(keras.metrics.MeanMetricWrapper, "update_state", in_replica_slice(_metric_of_all_rows))
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
-        replace(metric, "update_state", _part_of_mean)
+        replace(metric, "update_state", in_replica_slice(_part_of_mean))
 
 
-def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an `update_state` for metrics that keep the mean of a function's values."""
+def _metric_of_all_rows(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    metric: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Updates a metric that keeps the mean of a function's values, for `update_state`."""
+    # This call only finds out whether the function returns a value for each row.
+    with computing(replica_slice.alone()):
+        values = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
+    one_number = values.shape.rank == 0
+    has_labels = global_values.are_known(replica_slice)
+    kind = row_labels.label_of(values).kind if has_labels else Kind.LOCAL
+    unknown = kind is Kind.LOCAL
+    trusted = is_of_keras(metric._fn) and (unknown or have_rows(y_true, y_pred))
+    if kind is Kind.ROWS or (trusted and not one_number):
+        with of_keras_by_rows.set_to(True):
+            return original(metric, y_true, y_pred, sample_weight)
+    if not unknown:
+        mask = getattr(y_pred, "_keras_mask", None)
+        weights = loss_module.apply_mask(sample_weight, mask, metric.dtype, "sum")
+        return keras.metrics.Mean.update_state(metric, values, weights)
+    # Every replica computes the number of the whole batch, and the replicas' states are summed
+    # later. So only replica 0 may count it.
+    context = tf.distribute.get_replica_context()
+    counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
 
-    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        replica_slice = partial()
-        if replica_slice is None:
-            return original(self, y_true, y_pred, sample_weight)
-        values = functools.partial(self._fn, **self._fn_kwargs)
-        # This call only finds out whether the function returns a value for each row.
-        with computing(replica_slice.alone()):
-            result = tf.convert_to_tensor(values(y_true, y_pred))
-        one_number = result.shape.rank == 0
-        has_labels = global_values.are_known(replica_slice)
-        kind = row_labels.label_of(result).kind if has_labels else Kind.LOCAL
-        unknown = kind is Kind.LOCAL
-        trusted = is_of_keras(self._fn) and (unknown or have_rows(y_true, y_pred))
-        if kind is Kind.ROWS or (trusted and not one_number):
-            with of_keras_by_rows.set_to(True):
-                return original(self, y_true, y_pred, sample_weight)
-        if not unknown:
-            mask = getattr(y_pred, "_keras_mask", None)
-            weights = loss_module.apply_mask(sample_weight, mask, self.dtype, "sum")
-            return keras.metrics.Mean.update_state(self, result, weights)
-        # Every replica computes the number of the whole batch, and the replicas' states are summed
-        # later. So only replica 0 may count it.
-        context = tf.distribute.get_replica_context()
-        counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
+    def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
+        if weights is None:
+            weights = tf.ones([] if one_number else tf.shape(y_pred)[:1])
+        original(metric, y_true, y_pred, counts * tf.cast(weights, tf.float32))
+        return tf.zeros([])
 
-        def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
-            if weights is None:
-                weights = tf.ones([] if one_number else tf.shape(y_pred)[:1])
-            original(self, y_true, y_pred, counts * tf.cast(weights, tf.float32))
-            return tf.zeros([])
-
-        return losses.from_all_rows(replica_slice, update, y_true, y_pred, sample_weight, ATTACHED)
-
-    return update_state
+    return losses.from_all_rows(replica_slice, update, y_true, y_pred, sample_weight, ATTACHED)
 
 
-def _part_of_mean(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an `update_state` for metrics that keep a sum of values or their weighted mean."""
-
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        replica_slice = partial()
-        if replica_slice is not None:
-            values, sample_weight = _counted_once(replica_slice, values, sample_weight)
-        return original(self, values, sample_weight)
-
-    return update_state
+def _part_of_mean(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    metric: Any,
+    values: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Updates a metric that keeps a sum of values or their mean, for `update_state`."""
+    return original(metric, *_counted_once(replica_slice, values, sample_weight))
 
 
 def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:

@@ -24,19 +24,19 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfmulti.distribution import collectives, global_values
-from tfmulti.distribution.replica_slice import partial
+from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.cpu_speed import updates
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled
-from tfmulti.keras_patches.patching import replace
+from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 Gradients = Sequence[Any]
 
 
 def install() -> None:
     """Patches the methods by which Keras' optimizers reduce gradients and update variables."""
-    replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
+    replace(TFOptimizer, "_all_reduce_sum_gradients", in_replica_slice(_refuse_unknown))
     for name in (
         "_backend_update_step",
         "_apply_weight_decay",
@@ -46,19 +46,14 @@ def install() -> None:
         replace(TFOptimizer, name, _on_each_replica)
 
 
-def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Keras' reduction, which raises ModelError for an optimizer outside the model."""
-
-    def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
-        if partial() is not None:
-            raise ModelError(
-                f"the train_step applies gradients with a {type(optimizer).__name__} that is not "
-                "part of the model, so they would be summed, not averaged. Keep it as an "
-                "attribute of the model."
-            )
-        return original(optimizer, grads_and_vars)
-
-    return reduce
+def _refuse_unknown(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, optimizer: Any, grads_and_vars: Any
+) -> Any:
+    """Raises ModelError for an optimizer outside the model, instead of Keras' reduction."""
+    raise ModelError(
+        f"the train_step applies gradients with a {type(optimizer).__name__} that is not part of "
+        "the model, so they would be summed, not averaged. Keep it as an attribute of the model."
+    )
 
 
 class _UpdatesReplica:

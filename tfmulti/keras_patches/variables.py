@@ -73,13 +73,8 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
     else:
         strategy = vars(owner).get("_distribution_strategy")
     # Keras stores TensorFlow's default strategy in an optimizer that was made outside every scope.
-    is_default = strategy is not None and not _is_real(strategy)
+    is_default = type(strategy).__name__ == "_DefaultDistributionStrategy"
     return None if is_default else strategy
-
-
-def _is_real(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a strategy is not TensorFlow's default one."""
-    return type(strategy).__name__ != "_DefaultDistributionStrategy"
 
 
 def set_strategy(owner: Any, strategy: tf.distribute.Strategy | None) -> None:
