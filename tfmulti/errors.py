@@ -34,7 +34,7 @@ class TfmultiError(Exception):
     """The base class of every error that tfmulti raises."""
 
     exit_code: int = EXIT_FAILED
-    # The heading of docs/troubleshooting.md for messages that have none of their own.
+    # The heading of docs/troubleshooting.md for messages without another heading.
     anchor: str = "failed"
     # With this line TensorFlow keeps the type of an error that a traced function raises. It raises
     # the error again, with a traceback in its message.

@@ -103,7 +103,7 @@ class Checkpoint(RunCheckpoint):
         super().__init__(RunDir(self._temporary.name).checkpoints, **options)
 
     def sees(self, token: str) -> bool:
-        """Returns True: each worker has a folder of its own, and what Ray kept of the run.
+        """Returns True, since each worker has its own folder with Ray's copy of the run.
 
         Args:
             token: what `token` returned on the chief.

@@ -6,7 +6,7 @@ for digests of the data, and for bytes that the chief alone reads, such as a che
 Each worker puts its values into its own place of a vector of int32 numbers, and 0 into the places
 of the others. One all-reduce adds these vectors. Adding 0 changes no bit of a whole number, while a
 sum of floats would round, and would lose the sign of a zero. A vector is filled up to a power of
-two, so that few lengths need a trace of their own. A long one travels in pieces of 4 MiB.
+two, so that TensorFlow traces few lengths. A long one is sent in pieces of 4 MiB.
 """
 
 from __future__ import annotations

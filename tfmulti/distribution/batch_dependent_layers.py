@@ -57,14 +57,7 @@ def mixed(
 ) -> Any:
     """Returns this replica's rows of what a layer computes from the global batch.
 
-    Outside training the layer is called as it is.
-
-    Args:
-        original: Keras' `call` of the layer.
-        replica_slice: this replica's slice.
-        layer: the layer.
-        data: a nest of tensors, whose first axis is the rows.
-        training: whether the layer is called in training.
+    Outside training the layer is called as it is. `data` is a nest of tensors with rows.
 
     Raises:
         ModelError: the step takes several passes (microbatches), so no pass has all rows.

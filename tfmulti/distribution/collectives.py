@@ -75,7 +75,7 @@ class _StepGraph:
 
         Args:
             value: this worker's part.
-            purpose: what is sent, in words. If empty, the name of the operation that computes it.
+            purpose: a description of the value. If empty, the name of its operation is taken.
             one_row_each: whether each worker gets its own row of `value`, the one at its rank.
                 Otherwise every worker gets all of it.
             any_rows: whether the workers' parts may have different numbers of rows.
@@ -184,8 +184,8 @@ def gather(value: tf.Tensor) -> tf.Tensor | None:
     return tf.stack(step.send(value)())
 
 
-def are_there() -> bool:
-    """Returns whether the graph that is built now sums and gathers by this module."""
+def are_in_use() -> bool:
+    """Returns whether the graph that is built now uses the collectives of this module."""
     return _building() is not None
 
 

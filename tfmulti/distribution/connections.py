@@ -91,7 +91,7 @@ def _connect(placement: Placement) -> Channel | None:
         hosts = [LOOPBACK] * len(hosts)
     listener = listen(hosts[placement.rank], hosts)
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
-    answers = _tell(placement, "where", [placement.rank, port, *token])
+    answers = _gather(placement, "where", [placement.rank, port, *token])
     # TensorFlow orders the workers by their numbers as text: 1, 10, 2.
     answers = answers[np.argsort(answers[:, 0])]
     listeners = list(zip(hosts, answers[:, 1].tolist(), strict=True))
@@ -103,7 +103,7 @@ def _connect(placement: Placement) -> Channel | None:
     except ChannelError as error:
         logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
         connections = None
-    if not _tell(placement, "reached", [connections is not None]).all() or connections is None:
+    if not _gather(placement, "reached", [connections is not None]).all() or connections is None:
         for connection in (connections or {}).values():
             connection.close()
         return None
@@ -112,10 +112,10 @@ def _connect(placement: Placement) -> Channel | None:
 
 def _check(placement: Placement) -> None:
     """Raises TensorFlow's error if TensorFlow has found a worker dead or frozen."""
-    _tell(placement, "alive", [1], alone=True)
+    _gather(placement, "alive", [1], alone=True)
 
 
-def _tell(
+def _gather(
     placement: Placement, name: str, values: Sequence[int], *, alone: bool = False
 ) -> np.ndarray:
     """Returns the values of each worker, as rows in any order, by TensorFlow's own collective.

@@ -304,7 +304,7 @@ def _merged(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
     merged: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _merge(
-        replica_context.of_each(replica_slice, tf.stack([count, mean, squares]))
+        replica_context.gather_values(replica_slice, tf.stack([count, mean, squares]))
     )
     return merged
 

@@ -69,7 +69,8 @@ def reduce_gradients(
             raise
         raise ModelError(
             "the train_step applies gradients inside a condition, a loop or a tf.function of its "
-            "own, where replicas cannot meet. Compute them there, and apply them outside."
+            "own, where replicas cannot exchange values. Compute them there, and apply them "
+            "outside."
         ) from None
     of_all = [None if g is None else next(reduced) for g in gradients]
     for gradient in of_all:
@@ -159,7 +160,7 @@ def _by_collectives(
         by_bytes: the size of a bucket; see `reduce_gradients`.
         names: a description of each value.
     """
-    if not collectives.are_there():
+    if not collectives.are_in_use():
         return {}
     packs = _packs(narrow, by_bytes)
     flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
@@ -248,7 +249,7 @@ def rows_of(batch: Any, start: Any, stop: Any) -> Any:
 
     def rows(value: Any) -> Any:
         if isinstance(value, tf.SparseTensor):
-            begin, end = (tf.cast(at, tf.int64) for at in (start, stop))
+            begin, end = (tf.cast(row, tf.int64) for row in (start, stop))
             rest = value.dense_shape[1:]
             first = tf.concat([[begin], tf.zeros_like(rest)], 0)
             return tf.sparse.slice(value, first, tf.concat([[end - begin], rest], 0))
@@ -327,7 +328,7 @@ def of_all_replicas(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tens
 def rows_of_all(
     replica_slice: ReplicaSlice,
     rows: tf.Tensor,
-    each: Any = 1,
+    entries: Any = 1,
     of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """Returns the rows of all replicas; the gradient of a row goes back to the replica that has it.
@@ -335,7 +336,7 @@ def rows_of_all(
     Args:
         replica_slice: this replica's slice.
         rows: the rows that this replica reads.
-        each: how many entries of axis 0 a row has.
+        entries: how many entries of axis 0 a row has.
         of_all: takes this replica's part of the gradient by the rows of all replicas, and returns
             the whole gradient. None means `of_all_replicas`.
     """
@@ -347,16 +348,16 @@ def rows_of_all(
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
-            first = each * replica_slice.first_row
+            first = entries * replica_slice.first_row
             own = of_all(upstream)[first : first + read_rows]
             return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
-        return gather_rows(rows[: each * replica_slice.own_rows]), gradient
+        return gather_rows(rows[: entries * replica_slice.own_rows]), gradient
 
     return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
 
 
-def of_each(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+def gather_values(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in the order of the replicas.
 
     Args:

@@ -69,9 +69,9 @@ Value = TypeVar("Value")
 
 
 class PerThread(Generic[Value]):
-    """A value that each thread has for itself.
+    """A separate value for each thread.
 
-    TensorFlow traces each replica of a process in a thread of its own.
+    TensorFlow traces each replica of a process in its own thread.
     """
 
     def __init__(self, default: Value) -> None:
@@ -137,7 +137,7 @@ def refuse_to_compile(action: str) -> None:
     Call it before code that needs all replicas, or that gives other numbers when it is compiled.
 
     Args:
-        action: what the step does, in words that follow "it".
+        action: what the step does, as words that follow "it".
 
     Raises:
         CannotCompileError: the call is inside `compiling`.

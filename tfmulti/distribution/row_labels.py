@@ -202,8 +202,8 @@ def _marks_of(tensor: Any) -> _Marks | None:
 def label_of(value: Any) -> Label:
     """Returns the label of a tensor, or of a number; LOCAL in a graph without labels.
 
-    The labels of all tensors behind it are computed first. The loop keeps a stack of its own, since
-    a recursive function would exceed Python's limit in a long chain of operations.
+    The labels of all tensors behind it are computed first. The loop has a stack, since a recursive
+    function would exceed Python's limit in a long chain of operations.
     """
     if not isinstance(value, tf.Tensor):
         is_number = isinstance(value, (int, float, bool, np.generic, np.ndarray))
@@ -214,33 +214,32 @@ def label_of(value: Any) -> Label:
     stack, visited = [value], set()
     while stack:
         tensor = stack[-1]
+        if tensor.name in marks.labels:
+            stack.pop()
+            continue
         called = marks.calls.get(tensor.name)
         inputs = list(tensor.op.inputs) if called is None else called
-        known_graph_inputs = [t for t in inputs if getattr(t, "graph", None) is tensor.graph]
-        missing = [t for t in known_graph_inputs if t.name not in marks.labels]
-        if tensor.name not in marks.labels and missing:
+        graph_inputs = [t for t in inputs if getattr(t, "graph", None) is tensor.graph]
+        missing = [t for t in graph_inputs if t.name not in marks.labels]
+        if missing:
             visited.add(tensor.name)
+            stack += missing
             if any(t.name in visited for t in missing):
                 # A marked layer has returned its own input or an older tensor, so the marks form a
                 # cycle. Drop them, and read the operations.
                 for name in visited:
                     marks.calls.pop(name, None)
                 stack, visited = [value], set()
-                continue
-            stack += missing
             continue
-        stack.pop()
-        if tensor.name not in marks.labels:
-            labels = [marks.labels[t.name] for t in known_graph_inputs]
-            if len(known_graph_inputs) < len(inputs):
-                labels.append(local("a tensor of another graph"))
-            label = _called(labels) if called is not None else _computed(marks, tensor, labels)
-            # If the call gives no label, the operations of the layer are read one by one.
-            if label is None:
-                del marks.calls[tensor.name]
-                stack.append(tensor)
-            else:
-                marks.labels[tensor.name] = label
+        labels = [marks.labels[t.name] for t in graph_inputs]
+        if len(graph_inputs) < len(inputs):
+            labels.append(local("a tensor of another graph"))
+        label = _called(labels) if called is not None else _computed(marks, tensor, labels)
+        # If the call gives no label, the operations of the layer are read one by one.
+        if label is None:
+            del marks.calls[tensor.name]
+        else:
+            marks.labels[tensor.name] = label
     return marks.labels[value.name]
 
 

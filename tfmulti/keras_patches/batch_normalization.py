@@ -46,8 +46,8 @@ def _refuse_in_loops(function: Callable[..., Any]) -> Callable[..., Any]:
             raise ModelError(
                 f"the layer {self.name!r} normalizes by the rows of all replicas, but it stands in "
                 "a loop (such as a cell of keras.layers.RNN) or a tf.function of its own, where "
-                "replicas cannot meet. Make the RNN with unroll=True, use LayerNormalization "
-                "there, or train on one device."
+                "replicas cannot exchange values. Make the RNN with unroll=True, use "
+                "LayerNormalization there, or train on one device."
             ) from None
 
     return call

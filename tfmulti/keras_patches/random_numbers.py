@@ -3,7 +3,7 @@
 One device draws a tensor of random numbers for the global batch. Each replica gets the numbers
 that stand at its own rows of that tensor (`distribution.randomness`). So all replicas must draw
 from the same seed. Keras keeps its generator for draws without a seed once per thread, and
-TensorFlow traces each replica in a thread of its own. `step_generator` returns one generator for
+TensorFlow traces each replica in its own thread. `step_generator` returns one generator for
 all replicas in its place.
 
 | what | private name | upstream | can go when |
