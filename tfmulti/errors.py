@@ -34,17 +34,16 @@ class TfmultiError(Exception):
     """The base class of every error that tfmulti raises."""
 
     exit_code: int = EXIT_FAILED
-    # The heading of docs/troubleshooting.md for messages that have none of their own.
+    # The heading of docs/troubleshooting.md for messages without another heading.
     anchor: str = "failed"
-    # From this line TensorFlow knows that it can raise an error of the same type again, with the
-    # traceback of a traced function in its message.
+    # With this line TensorFlow keeps the type of an error that a traced function raises. It raises
+    # the error again, with a traceback in its message.
     __init__ = Exception.__init__
 
     def __str__(self) -> str:
         """Returns the message in one line.
 
-        TensorFlow raises an error of a traced function again, and writes the traceback before the
-        message. That traceback is left out.
+        The traceback that TensorFlow writes before the message is left out.
         """
         message = super().__str__().rpartition(f"{type(self).__name__}: ")[2]
         return " ".join(message.split())
@@ -112,9 +111,9 @@ MOST_LISTED = 20
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message: the nearest known name if one is near, then all names.
+    """Returns the end of an error message: a similar known name if there is one, then all names.
 
-    If one is near, a list of more than `MOST_LISTED` names is left out.
+    If there is one, a list of more than `MOST_LISTED` names is left out.
 
     Args:
         name: the unknown name.
@@ -124,9 +123,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     "did you mean 'resnet50'? Known: mlp, resnet50."
     """
     names = sorted(known)
-    near = get_close_matches(name, names, n=1)
+    nearest = get_close_matches(name, names, n=1)
     listed = ", ".join(names)
-    if not near:
+    if not nearest:
         return f"known: {listed}."
-    hint = f"did you mean {near[0]!r}?"
+    hint = f"did you mean {nearest[0]!r}?"
     return hint if len(names) > MOST_LISTED else f"{hint} Known: {listed}."

@@ -1,4 +1,4 @@
-"""Trains under Ray Train: a whole run by `train_loop`, or a loop of your own with `Checkpoint`.
+"""Trains under Ray Train: a whole run by `train_loop`, or your own loop with `Checkpoint`.
 
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.tensorflow import TensorflowTrainer
@@ -58,17 +58,17 @@ def train_loop(config: Mapping[str, Any]) -> FitReport:
         VerificationError: replicas compute other numbers than one device.
     """
     try:
-        asked = checked(config)
-        check_cluster(asked)
-        with run_dir_of(asked) as run_dir:
-            shared = asked.shared_run_dir and asked.run_dir is not None
-            job = validation.check(replace(asked, run_dir=run_dir, shared_run_dir=shared))
+        fit_config = checked(config)
+        check_cluster(fit_config)
+        with run_dir_of(fit_config) as run_dir:
+            shared = fit_config.shared_run_dir and fit_config.run_dir is not None
+            job = validation.check(replace(fit_config, run_dir=run_dir, shared_run_dir=shared))
             report = job.done or train.run(job, RunCheckpoint)
-            folder = None if asked.dry_run else run_dir
+            folder = None if fit_config.dry_run else run_dir
             tell({"epoch": report.epochs, "step": 0, **report.metrics}, folder)
-        return replace(report, run_dir=asked.run_dir and report.run_dir)
+        return replace(report, run_dir=fit_config.run_dir and report.run_dir)
     except UserError as error:
-        # Of an error with its traceback Ray shows the first 500 characters, and the last.
+        # Ray shows only the first 500 characters of an error and its end, also of its traceback.
         raise error.with_traceback(None) from None
 
 
@@ -84,13 +84,13 @@ class RunCheckpoint(callback.Checkpoint):
 
 
 class Checkpoint(RunCheckpoint):
-    """Keeps the checkpoints of a loop of your own in Ray's storage, and resumes from the newest.
+    """Keeps the checkpoints of your own loop in Ray's storage, and resumes from the newest.
 
         model.fit(x, y, epochs=9, callbacks=[tfmulti.ray.Checkpoint(every_s=600)])
 
     Every worker gives the callback to `fit`. It reports the metrics and the checkpoint to Ray after
-    each epoch, and where a checkpoint is made within one. Do not call `ray.train.report` besides,
-    except on all workers alike.
+    each epoch, and at each checkpoint within an epoch. A further call of `ray.train.report` must be
+    made by all workers.
 
     Args:
         **options: the arguments of `tfmulti.Checkpoint`, without the folder.
@@ -98,12 +98,12 @@ class Checkpoint(RunCheckpoint):
 
     def __init__(self, **options: Any) -> None:
         # The folder is removed with this object.
-        self._made = tempfile.TemporaryDirectory(prefix="tfmulti-", dir=Path.cwd())
-        copy_newest(self._made.name)
-        super().__init__(RunDir(self._made.name).checkpoints, **options)
+        self._temporary = tempfile.TemporaryDirectory(prefix="tfmulti-", dir=Path.cwd())
+        copy_newest(self._temporary.name)
+        super().__init__(RunDir(self._temporary.name).checkpoints, **options)
 
     def sees(self, token: str) -> bool:
-        """Returns True: each worker has a folder of its own, and what Ray kept of the run.
+        """Returns True, since each worker has its own folder with Ray's copy of the run.
 
         Args:
             token: what `token` returned on the chief.
@@ -148,14 +148,15 @@ def check_cluster(config: FitConfig) -> None:
 
 @contextlib.contextmanager
 def run_dir_of(config: FitConfig) -> Iterator[str]:
-    """Gives the run directory, as the newest checkpoint in Ray's storage has it.
+    """Yields the run directory, with the files of the newest checkpoint in Ray's storage.
 
-    The directory that the configuration names is given as it is.
+    A directory that the configuration names is yielded as it is.
     """
     if config.run_dir is not None:
         yield config.run_dir
         return
-    # Ray's folder of the session: what a killed worker leaves there goes with it.
+    # The current folder belongs to Ray's session. What a killed worker leaves there is removed with
+    # the session.
     with tempfile.TemporaryDirectory(prefix="tfmulti-", dir=Path.cwd()) as folder:
         copy_newest(folder)
         yield folder
@@ -163,21 +164,21 @@ def run_dir_of(config: FitConfig) -> Iterator[str]:
 
 def copy_newest(folder: str) -> None:
     """Copies the newest checkpoint in Ray's storage to a folder, if there is one."""
-    found = ray.train.get_checkpoint()
-    if found is None:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
         return
-    found.to_directory(folder)
+    checkpoint.to_directory(folder)
     # The process that made the checkpoint does not own the copy.
     (RunDir(folder).checkpoints / owner.FILE).unlink(missing_ok=True)
 
 
 def tell(metrics: dict[str, Any], folder: str | Path | None) -> None:
-    """Reports metrics to Ray, and a folder as the checkpoint. Every worker calls it, and waits.
+    """Reports metrics to Ray, and a folder as the checkpoint. It waits until all workers call it.
 
     Args:
         metrics: the metrics. Ray keeps the chief's.
-        folder: the folder, of which the chief's goes to Ray's storage; None for none.
+        folder: the folder to store, or None. Only the chief's goes to Ray's storage.
     """
     chief = ray.train.get_context().get_world_rank() == 0
-    kept = ray.train.Checkpoint.from_directory(folder) if chief and folder else None
-    ray.train.report(metrics, checkpoint=kept)
+    checkpoint = ray.train.Checkpoint.from_directory(folder) if chief and folder else None
+    ray.train.report(metrics, checkpoint=checkpoint)

@@ -10,7 +10,15 @@ import pytest
 
 from tests.support.behaviours import behaviour, numbers
 from tests.support.behaviours.common import X
-from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
+from tests.support.places import (
+    EVERYWHERE,
+    ONE_DEVICE,
+    SEVERAL,
+    THREE_WORKERS,
+    TWO_REPLICAS,
+    TWO_WORKERS,
+    few,
+)
 from tfmulti.data.sharding import batch_bounds, slice_bounds
 
 pytestmark = pytest.mark.multiworker
@@ -179,7 +187,32 @@ def test_the_end_of_a_dataset_is_no_step(results: list[Any]) -> None:
         assert known[0] == 6
 
 
-@behaviour(numbers.training_with_compressed_gradients, at=SEVERAL)
+def rounded(values: np.ndarray, digits: int) -> np.ndarray:
+    """Returns values rounded to `digits` binary digits, to the nearest, ties to even."""
+    mantissa, exponent = np.frexp(values.astype(np.float64))
+    return np.ldexp(np.round(mantissa * 2.0**digits), exponent - digits)
+
+
+@behaviour(numbers.sums_of_compressed_gradients, at=[THREE_WORKERS])
+@pytest.mark.parametrize(("name", "digits"), [("none", 24), ("float16", 11), ("bfloat16", 8)])
+def test_compressed_gradients_are_added_in_float32(
+    results: list[Any], name: str, digits: int
+) -> None:
+    """They are rounded before they are sent. Their sum is rounded again."""
+    shares = [
+        np.random.default_rng(rank).standard_normal([40, 50]).astype(np.float32)
+        for rank in range(len(results))
+    ]
+    total = rounded(sum(rounded(share, digits) for share in shares), digits)
+    for worker in results:
+        large, many_digits, rows = worker[name]
+        # bfloat16 has no number between 2048 and 2064.
+        assert large == [[2048 if name == "bfloat16" else 2050] * 2] * 2
+        assert np.abs(np.array(many_digits) - total).max() <= (1e-6 if name == "none" else 0)
+        assert rows == [[3, 3], [0, 0], [0, 0]]
+
+
+@behaviour(numbers.training_with_compressed_gradients, at=(*SEVERAL, THREE_WORKERS))
 def test_compressed_gradients_change_little(results: list[Any], place: str) -> None:
     """They are alike on all workers. Replicas of one process send nothing."""
     assert all(worker == results[0] for worker in results)

@@ -1,12 +1,12 @@
-"""Gives every worker what each worker knows, exactly: whole numbers, or bytes.
+"""Gathers whole numbers or bytes of all workers on every worker, without rounding.
 
-All decisions that workers must take alike outside of a step rest on this: votes at the end of an
-epoch, digests of the data, and the chief's bytes for all, such as a checkpoint that it alone reads.
+Workers use this where they must decide alike outside of a step: for votes at the end of an epoch,
+for digests of the data, and for bytes that the chief alone reads, such as a checkpoint.
 
 Each worker puts its values into its own place of a vector of int32 numbers, and 0 into the places
 of the others. One all-reduce adds these vectors. Adding 0 changes no bit of a whole number, while a
 sum of floats would round, and would lose the sign of a zero. A vector is filled up to a power of
-two, so that few lengths need a trace of their own. A long one travels in pieces of 4 MiB.
+two, so that TensorFlow traces few lengths. A long one is sent in pieces of 4 MiB.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.launch.heartbeat import heartbeat
 
-# The int32 numbers of the shortest and of the longest all-reduce.
-_LEAST, _MOST = 16, 1 << 20
-_MADE, _FAILED = b"+", b"-"
+# The shortest and the longest all-reduce, in int32 numbers.
+_MIN_LENGTH, _MAX_LENGTH = 16, 1 << 20
+_OK, _FAILED = b"+", b"-"
 
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:
@@ -45,12 +45,12 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list
 
 def _gathered(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:
     """Does the work of `gather` on several workers."""
-    place = placement_of(strategy)
-    all_values = np.zeros((place.workers, len(values)), np.int64)
-    all_values[place.rank] = values
+    placement = placement_of(strategy)
+    all_values = np.zeros((placement.workers, len(values)), np.int64)
+    all_values[placement.rank] = values
     summed = _summed(strategy, all_values.reshape(-1).view(np.int32)).view(np.int64)
-    found: list[list[int]] = summed.reshape(all_values.shape).tolist()
-    return found
+    gathered: list[list[int]] = summed.reshape(all_values.shape).tolist()
+    return gathered
 
 
 def gather_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[bytes | None]:
@@ -63,22 +63,22 @@ def gather_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[b
         strategy: the strategy of the run.
         data: the bytes of this worker, or None.
     """
-    place = placement_of(strategy)
-    if place.workers == 1:
+    placement = placement_of(strategy)
+    if placement.workers == 1:
         return [data]
     sizes = [size for (size,) in _gathered(strategy, [-1 if data is None else len(data)])]
-    # Each worker's bytes begin at a whole number.
+    # Each worker's bytes are filled up to whole int32 numbers.
     ends = np.cumsum([-(-max(size, 0) // 4) for size in sizes])
     numbers = np.zeros(ends[-1], np.int32)
-    first = int(ends[place.rank - 1]) if place.rank else 0
+    own_start = int(ends[placement.rank - 1]) if placement.rank else 0
     if data:
-        own = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), np.int32)
-        numbers[first : first + len(own)] = own
-    whole = _summed(strategy, numbers).tobytes() if len(numbers) else b""
-    begins = [0, *(4 * int(end) for end in ends[:-1])]
+        own_numbers = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), np.int32)
+        numbers[own_start : own_start + len(own_numbers)] = own_numbers
+    all_bytes = _summed(strategy, numbers).tobytes() if len(numbers) else b""
+    starts = [0, *(4 * int(end) for end in ends[:-1])]
     return [
-        None if size < 0 else whole[begin : begin + size]
-        for begin, size in zip(begins, sizes, strict=True)
+        None if size < 0 else all_bytes[start : start + size]
+        for start, size in zip(starts, sizes, strict=True)
     ]
 
 
@@ -108,25 +108,25 @@ def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> b
     answer = None
     if placement_of(strategy).is_chief:
         try:
-            answer = _MADE + make()
+            answer = _OK + make()
         except DataError as error:
             answer = _FAILED + str(error).encode()
     answer = broadcast(strategy, answer)
     assert answer is not None
     if answer.startswith(_FAILED):
         raise DataError(answer.removeprefix(_FAILED).decode())
-    return answer.removeprefix(_MADE)
+    return answer.removeprefix(_OK)
 
 
 def _summed(strategy: tf.distribute.Strategy, numbers: np.ndarray) -> np.ndarray:
     """Returns int32 numbers, each summed over all workers."""
-    total, parts = _make_sum(strategy), []
-    for at in range(0, len(numbers), _MOST):
-        piece = numbers[at : at + _MOST]
-        length = max(_LEAST, 1 << (len(piece) - 1).bit_length())
+    total, sums = _make_sum(strategy), []
+    for start in range(0, len(numbers), _MAX_LENGTH):
+        piece = numbers[start : start + _MAX_LENGTH]
+        length = max(_MIN_LENGTH, 1 << (len(piece) - 1).bit_length())
         padded = np.pad(piece, (0, length - len(piece)))
-        parts.append(total(tf.constant(padded)).numpy()[: len(piece)])
-    return np.concatenate(parts)
+        sums.append(total(tf.constant(padded)).numpy()[: len(piece)])
+    return np.concatenate(sums)
 
 
 # A process has one strategy, seldom two.

@@ -32,8 +32,8 @@ LAYERS = (
 def refuse_choices(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `call` of AugMix that raises an error while a prepared model trains.
 
-    Keras chooses the transformations by Python's generator whenever it traces a step, and plain
-    Keras traces at other times than tfmulti. So not even one device would repeat the choices.
+    Keras chooses the transformations by Python's generator whenever it traces a step. Plain Keras
+    and tfmulti trace at different times, so they choose differently even on one device.
     """
 
     def call(self: Any, data: Any, training: bool = True) -> Any:
@@ -57,18 +57,10 @@ def mixed(
 ) -> Any:
     """Returns this replica's rows of what a layer computes from the global batch.
 
-    Outside training the layer is called as it is.
-
-    Args:
-        original: Keras' `call` of the layer.
-        replica_slice: this replica's slice.
-        layer: the layer.
-        data: a nest of tensors, whose first axis is the rows.
-        training: whether the layer is called in training.
+    Outside training the layer is called as it is. `data` is a nest of tensors with rows.
 
     Raises:
-        ModelError: the step takes several passes (microbatches), so all rows are never there
-            together.
+        ModelError: the step takes several passes (microbatches), so no pass has all rows.
     """
     if not training:
         return original(layer, data, training=training)
@@ -79,9 +71,9 @@ def mixed(
         )
     replica_slice.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
-    read = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
-    whole = tf.nest.map_structure(lambda value: rows_of_all(replica_slice, value), data)
+    read_rows = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
+    all_rows = tf.nest.map_structure(lambda value: rows_of_all(replica_slice, value), data)
     with computing(replica_slice.alone()):
-        result = original(layer, whole, training=training)
+        result = original(layer, all_rows, training=training)
     first = replica_slice.first_row
-    return tf.nest.map_structure(lambda value: value[first : first + read], result)
+    return tf.nest.map_structure(lambda value: value[first : first + read_rows], result)

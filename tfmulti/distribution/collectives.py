@@ -1,21 +1,22 @@
-"""Sums and gathers values between workers, over TCP connections of the project's own (`channel`).
+"""Sums and gathers values between workers, over the TCP connections of `transport.channel`.
 
-TensorFlow's collectives travel between CPUs by gRPC, which takes most of the time of a small
+TensorFlow's own collectives between CPUs use gRPC, which takes most of the time of a small
 network's step: a sum of 7.4 MB between two workers of one machine takes 13 ms of a core.
 
 Here a collective is two operations of the graph. The send operation gives this worker's part to the
-channel. The receive operation waits for the other workers' parts. What TensorFlow computes between
-the two needs no thread of its own. TensorFlow makes all sums. Either every worker adds the parts in
-the order of the ranks, or one worker makes the sum and sends it to the others. So all workers get
-the same bits.
+channel. The receive operation waits for the other workers' parts. TensorFlow computes
+other operations between the two, without another thread. TensorFlow also computes the sums. Either
+every worker adds the parts in the order of the ranks, or one worker computes the sum and sends it
+to the others. So all workers get the same bits.
 
-TensorFlow runs the operations of a graph that have effects in the order in which they were made. So
+TensorFlow runs operations with side effects in the order in which they were added to the graph. So
 all workers begin their collectives in the same order, and a worker that waits has begun all earlier
-ones. Therefore no worker waits for something that another worker cannot begin.
+ones. Therefore no deadlock is possible.
 
-These collectives serve the graph of a step that is built inside `serving`. They need workers with
-one CPU replica each that can reach each other. In the user's own functions, in eager mode, on GPUs
-and within one process the functions here return None, and the caller uses the replica context.
+These collectives are for the graph of a step that is built inside `serving`. Each worker must
+have one CPU replica, and must reach all other workers. Elsewhere, as
+in the user's own functions and in eager mode, they return None. The caller then uses the replica
+context.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.distribution.bucket_sizes import GATHER_BYTES
-from tfmulti.distribution.connections import channel_now, channel_of, noting
+from tfmulti.distribution.connections import channel_now, channel_of, keeping_errors
 from tfmulti.distribution.strategies import Placement
 
 # The names of the two operations of a collective.
@@ -39,15 +40,15 @@ SEND, RECEIVE = "links_send", "links_receive"
 Parts = list[tf.Tensor]
 
 
-class _Serving:
-    """The graph in which collectives are made, and how many it has so far.
+class _StepGraph:
+    """The graph of a step in which collectives are built, and how many it has so far.
 
     A collective's key is a hash of the graph's name and of this number, so it is the same on all
     workers.
     """
 
     def __init__(self, name: str, placement: Placement) -> None:
-        self.name, self.made, self.placement = name, 0, placement
+        self.name, self.count, self.placement = name, 0, placement
         self.workers, self.rank = placement.workers, placement.rank
         self.graph = tf.compat.v1.get_default_graph()
         # The operations that wait for other workers, in the order of the graph.
@@ -55,11 +56,11 @@ class _Serving:
 
     def key(self, dtype: tf.DType, shape: tf.TensorShape, purpose: str) -> int:
         """Returns the next collective's key, which depends on the type and shape, too."""
-        identity = f"{self.name} {self.made} {dtype.name} {shape}"
-        self.made += 1
+        identity = f"{self.name} {self.count} {dtype.name} {shape}"
+        self.count += 1
         digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little")
-        _purposes[key] = f"collective {self.made} of the {self.name}: {purpose}"
+        _purposes[key] = f"collective {self.count} of the {self.name}: {purpose}"
         return key
 
     def send(
@@ -67,68 +68,47 @@ class _Serving:
         value: tf.Tensor,
         purpose: str = "",
         *,
-        each_its_row: bool = False,
+        one_row_each: bool = False,
         any_rows: bool = False,
     ) -> Callable[[], Parts]:
         """Sends a tensor to all other workers, and returns how to receive theirs.
 
         Args:
             value: this worker's part.
-            purpose: what is sent, in words. Empty: the name of the operation that makes it.
-            each_its_row: whether each worker gets its own row of `value`, the one at its rank.
+            purpose: a description of the value. If empty, the name of its operation is taken.
+            one_row_each: whether each worker gets its own row of `value`, the one at its rank.
                 Otherwise every worker gets all of it.
             any_rows: whether the workers' parts may have different numbers of rows.
 
         Returns:
             A function that makes the receive operation. It returns the parts of all workers in the
-            order of their ranks, with this worker's own.
+            order of their ranks, including this worker's own part.
         """
         shape = tf.TensorShape([None, *value.shape[1:]]) if any_rows else value.shape
         if not purpose and tf.is_symbolic_tensor(value):
             purpose = value.op.name
         key = self.key(value.dtype, shape, purpose or "a value")
-        after = _last_sent.get(self.graph, [])
-        sent = _send_op(self.placement, key, value, each_its_row, any_rows, after)
+        placement = self.placement
+        others = [rank for rank in range(placement.workers) if rank != placement.rank]
+
+        def send(value: np.ndarray) -> None:
+            value = np.ascontiguousarray(value)
+            parts = [value[rank] if one_row_each else value for rank in others]
+            channel_now(placement).send(key, parts, are_rows=any_rows)
+
+        with tf.control_dependencies(_last_sent.get(self.graph, [])):
+            sent = tf.numpy_function(keeping_errors(send), [value], [], name=SEND)
         _last_sent[self.graph] = [sent]
-        own = value[self.rank] if each_its_row else value
-        theirs = shape[1:] if each_its_row else shape
+        own_part = value[self.rank] if one_row_each else value
+        received_shape = shape[1:] if one_row_each else shape
 
-        def parts() -> Parts:
+        def receive() -> Parts:
             with tf.control_dependencies([sent]):
-                found = _receive_op(self.placement, key, value.dtype, theirs)
-            self.waits.append(found[0].op)
-            return [*found[: self.rank], own, *found[self.rank :]]
+                received = _receive_op(self.placement, key, value.dtype, received_shape)
+            self.waits.append(received[0].op)
+            return [*received[: self.rank], own_part, *received[self.rank :]]
 
-        return parts
-
-
-def _send_op(
-    placement: Placement,
-    key: int,
-    value: tf.Tensor,
-    each_its_row: bool,
-    any_rows: bool,
-    after: Sequence[tf.Operation],
-) -> tf.Operation:
-    """Returns the operation that gives this worker's part to the channel.
-
-    Args:
-        placement: this process' place among the workers.
-        key: the collective's key.
-        value: this worker's part.
-        each_its_row: whether each worker gets its own row of `value`.
-        any_rows: whether the workers' values may have different numbers of rows.
-        after: the operations that must run before.
-    """
-    others = [other for other in range(placement.workers) if other != placement.rank]
-
-    def send(value: np.ndarray) -> None:
-        value = np.ascontiguousarray(value)
-        given = [value[other] if each_its_row else value for other in others]
-        channel_now(placement).send(key, given, are_rows=any_rows)
-
-    with tf.control_dependencies(after):
-        return tf.numpy_function(noting(send), [value], [], name=SEND)
+        return receive
 
 
 def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.TensorShape) -> Parts:
@@ -142,31 +122,33 @@ def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.Tenso
         ]
 
     count = placement.workers - 1
-    found = tf.numpy_function(noting(receive), [], [dtype] * count, name=RECEIVE)
-    for part in found:
+    received = tf.numpy_function(keeping_errors(receive), [], [dtype] * count, name=RECEIVE)
+    for part in received:
         part.set_shape(shape)
-    return list(found)
+    return list(received)
 
 
-# What each collective of the graphs of this process is for, in words, by its key.
+# A description of each collective of this process, by its key.
 _purposes: dict[int, str] = {}
 
 
 def purpose_of(key: int) -> str:
-    """Returns what the collective of a key is for, in words, such as the variables' names."""
+    """Returns a description of the collective with this key, such as the names of its variables."""
     return _purposes.get(key, "unknown collective")
 
 
 # The last send operation of each graph, after which the next one runs.
 _last_sent: weakref.WeakKeyDictionary[tf.Graph, list[tf.Operation]] = weakref.WeakKeyDictionary()
-_serving: contextvars.ContextVar[_Serving | None] = contextvars.ContextVar("_serving", default=None)
+_current: contextvars.ContextVar[_StepGraph | None] = contextvars.ContextVar(
+    "_current", default=None
+)
 
 
 @contextlib.contextmanager
 def serving(name: str, placement: Placement) -> Iterator[None]:
-    """Makes collectives of the graph that is built inside the context those of this module.
+    """Makes the graph that is built inside the context use the collectives of this module.
 
-    All workers enter the context alike, in replica context. The first time, they connect.
+    All workers must enter the context, in replica context. They connect when they first do so.
 
     Args:
         name: a name of the graph, different from those of the other graphs that one call of a
@@ -174,60 +156,57 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
         placement: this process' place among the workers.
     """
     channel = None if tf.executing_eagerly() else channel_of(placement)
-    token = _serving.set(None if channel is None else _Serving(name, placement))
+    token = _current.set(None if channel is None else _StepGraph(name, placement))
     try:
         yield
     finally:
-        _serving.reset(token)
+        _current.reset(token)
 
 
-def _now() -> _Serving | None:
-    """Returns what serves the graph that is built now, or None.
-
-    It is None in a function within the graph of `serving`.
-    """
-    found = _serving.get()
-    here = found is not None and found.graph is tf.compat.v1.get_default_graph()
-    return found if here else None
+def _building() -> _StepGraph | None:
+    """Returns the graph of `serving` if it is built now; None inside a function within it."""
+    step = _current.get()
+    is_current = step is not None and step.graph is tf.compat.v1.get_default_graph()
+    return step if is_current else None
 
 
 def waits() -> list[tf.Operation]:
-    """Returns the operations of this graph, so far, that wait for other workers."""
-    serves = _now()
-    return [] if serves is None else serves.waits
+    """Returns the operations of the current graph that wait for other workers."""
+    step = _building()
+    return [] if step is None else step.waits
 
 
 def gather(value: tf.Tensor) -> tf.Tensor | None:
-    """Returns each worker's value, `[workers, ...]` in the order of ranks; None if it cannot."""
-    serves = _now()
-    if serves is None or not value.shape.is_fully_defined():
+    """Returns `[workers, ...]`, each worker's value by its rank; None as in `begin_totals`."""
+    step = _building()
+    if step is None or not value.shape.is_fully_defined():
         return None
-    return tf.stack(serves.send(value)())
+    return tf.stack(step.send(value)())
 
 
-def are_there() -> bool:
-    """Returns whether the graph that is built now sums and gathers by this module."""
-    return _now() is not None
+def are_in_use() -> bool:
+    """Returns whether the graph that is built now uses the collectives of this module."""
+    return _building() is not None
 
 
 def begin_rows(values: Sequence[tf.Tensor]) -> Callable[[], list[tf.Tensor]] | None:
     """Begins to gather the rows of all workers, which may have different numbers of rows.
 
     Returns:
-        A function that returns the rows of all workers, in the order of their ranks. None if this
-        module does not serve here, or if a shape is not known beyond axis 0.
+        A function that returns the rows of all workers, in the order of their ranks. None if
+        the current graph is not one of `serving`, or if a shape is not known beyond axis 0.
     """
-    serves = _now()
-    if serves is None or not all(v.shape[1:].is_fully_defined() for v in values):
+    step = _building()
+    if step is None or not all(v.shape[1:].is_fully_defined() for v in values):
         return None
-    begun = [serves.send(value, any_rows=True) for value in values]
-    return lambda: [tf.concat(parts(), 0) for parts in begun]
+    receivers = [step.send(value, any_rows=True) for value in values]
+    return lambda: [tf.concat(receive(), 0) for receive in receivers]
 
 
 def begin_totals(
     values: Sequence[tf.Tensor], purposes: Sequence[str] = ()
 ) -> Callable[[], list[tf.Tensor]] | None:
-    """Begins to sum tensors over all workers; each is sent as soon as it is computed.
+    """Begins to sum tensors over all workers, and sends each tensor as soon as it is computed.
 
     Two workers send their whole tensors to each other, and both add them. More workers do so with
     tensors of up to `GATHER_BYTES`. They cut larger tensors into one piece for each worker. Each
@@ -239,37 +218,37 @@ def begin_totals(
 
     Args:
         values: the tensors.
-        purposes: what each of them is, in words; empty if that is not known.
+        purposes: a description of each tensor; empty if there are none.
 
     Returns:
-        A function that returns the sums, which have the same bits on all workers. None if this
-        module does not serve here, or if a shape is not known.
+        A function that returns the sums, which have the same bits on all workers. None if
+        the current graph is not one of `serving`, or if a shape is not known.
     """
-    serves = _now()
-    if serves is None or not all(v.shape.is_fully_defined() for v in values):
+    step = _building()
+    if step is None or not all(v.shape.is_fully_defined() for v in values):
         return None
-    whole = [
-        serves.workers == 2 or v.dtype.size * v.shape.num_elements() <= GATHER_BYTES for v in values
+    are_whole = [
+        step.workers == 2 or v.dtype.size * v.shape.num_elements() <= GATHER_BYTES for v in values
     ]
-    pieces = [v if w else _pieces(v, serves.workers) for v, w in zip(values, whole, strict=True)]
-    named = purposes or [""] * len(pieces)
-    begun = [
-        serves.send(piece, purpose, each_its_row=not w)
-        for piece, w, purpose in zip(pieces, whole, named, strict=True)
+    pieces = [v if w else _pieces(v, step.workers) for v, w in zip(values, are_whole, strict=True)]
+    purposes = purposes or [""] * len(values)
+    receivers = [
+        step.send(piece, purpose, one_row_each=not w)
+        for piece, w, purpose in zip(pieces, are_whole, purposes, strict=True)
     ]
 
     def totals() -> list[tf.Tensor]:
-        # A worker may have a single thread for operations. So it computes and sends everything
-        # before it waits.
-        with tf.control_dependencies(_last_sent.get(serves.graph, [])):
-            sums = [_sum(parts()) for parts in begun]
-        again = [
-            None if w else serves.send(s, purpose)
-            for s, w, purpose in zip(sums, whole, named, strict=True)
+        # A worker may have a single thread for operations. So it must compute and send all its
+        # values before it waits.
+        with tf.control_dependencies(_last_sent.get(step.graph, [])):
+            sums = [_sum(receive()) for receive in receivers]
+        receivers_of_sums = [
+            None if w else step.send(s, purpose)
+            for s, w, purpose in zip(sums, are_whole, purposes, strict=True)
         ]
         return [
-            total if parts is None else _joined(parts(), value)
-            for value, total, parts in zip(values, sums, again, strict=True)
+            total if receive is None else _joined(receive(), value)
+            for value, total, receive in zip(values, sums, receivers_of_sums, strict=True)
         ]
 
     return totals
@@ -277,7 +256,7 @@ def begin_totals(
 
 def _sum(parts: Parts) -> tf.Tensor:
     """Returns the sum of the parts, the same bits on all workers."""
-    # A sum of two has no order, and is rounded once in any type.
+    # A sum of two numbers does not depend on the order, and is rounded once in any type.
     if len(parts) == 2:
         return tf.add(*parts)
     # The parts are rows of one tensor, because Grappler orders the inputs of an addition by their
@@ -297,6 +276,6 @@ def _pieces(value: tf.Tensor, workers: int) -> tf.Tensor:
 
 
 def _joined(parts: Parts, like: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor like `like` from its pieces."""
+    """Returns a tensor with the shape of `like` from its pieces."""
     flat = tf.concat(parts, 0)[: like.shape.num_elements()]
     return tf.reshape(flat, like.shape)

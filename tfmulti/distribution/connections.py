@@ -1,4 +1,4 @@
-"""Holds this process' channel to the other workers, and turns its errors into TensorFlow's.
+"""Holds this process' channel to the other workers, and converts its errors to TensorFlow's.
 
 The workers connect in these steps, for which they use TensorFlow's own gather between CPUs:
 
@@ -7,8 +7,8 @@ The workers connect in these steps, for which they use TensorFlow's own gather b
 3. Each two workers connect and prove to each other that they have the key (`rendezvous`).
 4. Each worker tells whether it reaches all others. If one does not, no worker uses a channel.
 
-While an exchange waits, TensorFlow is asked each second whether all workers live. So a worker that
-dies or freezes ends the step with TensorFlow's own error, after TensorFlow's own time.
+While an exchange waits, TensorFlow is asked each second whether all workers are alive. If a worker
+dies or freezes, the step ends with TensorFlow's own error, after TensorFlow's own time-out.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from tfmulti.distribution.transport.rendezvous import connect_workers
 # TensorFlow counts the keys of its own groups from 1.
 _GROUP_KEY = 0x7466_6D75
 
-# The channels by the addresses of all workers. None means that one worker could not reach another.
+# The channels, by the addresses of all workers. None: one worker could not reach another.
 _connected: dict[tuple[str, ...], Channel | None] = {}
-# The channels that an error has ended, by the addresses of all workers, which must connect anew.
+# The channels that an error has ended, by the addresses of the workers, which must connect again.
 _ended: dict[tuple[str, ...], Channel] = {}
-# What operations have raised since `own_errors` was entered.
+# The errors of operations since `own_errors` was entered.
 _raised: list[BaseException] = []
 
 
 def channel_of(placement: Placement) -> Channel | None:
-    """Returns the channel to all other workers; None where TensorFlow's collectives must serve.
+    """Returns the channel to all other workers, or None if TensorFlow's must be used.
 
-    That is so for a single worker, for several replicas on each worker, on GPUs, and where one
-    worker cannot reach another. All workers call it, and the first call connects them.
+    It is None for a single worker, for several replicas on each worker, on GPUs, and where one
+    worker cannot reach another. All workers must call it. The first call connects them.
     """
     if placement.workers == 1 or placement.local_replicas > 1 or placement.gpus:
         return None
@@ -73,12 +73,12 @@ def channel_now(placement: Placement) -> Channel:
 
 
 def made_channel(placement: Placement) -> Channel | None:
-    """Returns the channel that `channel_of` has made, or None; it connects nothing."""
+    """Returns the channel that `channel_of` has made, or None. It never connects."""
     return _connected.get(placement.addresses)
 
 
 def last_exchanges(placement: Placement) -> list[ExchangeRecord]:
-    """Returns the last exchanges with other workers, of a channel that an error has ended, too."""
+    """Returns the last exchanges with other workers, even if an error has ended their channel."""
     channel = _connected.get(placement.addresses) or _ended.get(placement.addresses)
     return channel.last() if channel is not None else []
 
@@ -87,23 +87,23 @@ def _connect(placement: Placement) -> Channel | None:
     """Returns a new channel to all other workers; None if one worker cannot reach another."""
     hosts = [host_of(address) for address in placement.addresses]
     if len(set(hosts)) == 1 and is_here(hosts[0]):
-        # No other machine has a part in the job.
+        # All workers run on this machine.
         hosts = [LOOPBACK] * len(hosts)
     listener = listen(hosts[placement.rank], hosts)
     port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
-    answers = _tell(placement, "where", [placement.rank, port, *token])
+    answers = _gather(placement, "where", [placement.rank, port, *token])
     # TensorFlow orders the workers by their numbers as text: 1, 10, 2.
     answers = answers[np.argsort(answers[:, 0])]
-    where = list(zip(hosts, answers[:, 1].tolist(), strict=True))
-    # Others can listen to TensorFlow's collectives. So without a secret the key keeps out other
-    # jobs only.
+    listeners = list(zip(hosts, answers[:, 1].tolist(), strict=True))
+    # TensorFlow's collectives are not encrypted. So without a secret the key only keeps other jobs
+    # out.
     key = proof(secret_of(os.environ).encode(), b"workers", answers[0, 2:].tobytes())
     try:
-        connections = connect_workers(listener, placement.rank, where, key)
+        connections = connect_workers(listener, placement.rank, listeners, key)
     except ChannelError as error:
         logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
         connections = None
-    if not _tell(placement, "reached", [connections is not None]).all() or connections is None:
+    if not _gather(placement, "reached", [connections is not None]).all() or connections is None:
         for connection in (connections or {}).values():
             connection.close()
         return None
@@ -112,55 +112,55 @@ def _connect(placement: Placement) -> Channel | None:
 
 def _check(placement: Placement) -> None:
     """Raises TensorFlow's error if TensorFlow has found a worker dead or frozen."""
-    _tell(placement, "alive", [1], alone=True)
+    _gather(placement, "alive", [1], alone=True)
 
 
-def _tell(
-    placement: Placement, what: str, values: Sequence[int], *, alone: bool = False
+def _gather(
+    placement: Placement, name: str, values: Sequence[int], *, alone: bool = False
 ) -> np.ndarray:
-    """Returns what each worker tells, in rows of any order, by TensorFlow's own collective.
+    """Returns the values of each worker, as rows in any order, by TensorFlow's own collective.
 
     Args:
         placement: this process' place among the workers.
-        what: a name for this use, the same on all workers.
-        values: what this worker tells.
-        alone: whether this worker gathers from itself alone. Like every collective, that fails once
-            another worker is lost.
+        name: a name for this use, the same on all workers.
+        values: this worker's values.
+        alone: whether this worker gathers from itself alone. Like every collective, this fails
+            after another worker was lost.
     """
     with tf.device("CPU:0"):
-        found = tf.raw_ops.CollectiveGatherV2(
+        gathered = tf.raw_ops.CollectiveGatherV2(
             input=tf.constant([values], tf.int32),
             group_size=1 if alone else placement.workers,
             group_key=_GROUP_KEY + (1 + placement.rank if alone else 0),
-            instance_key=zlib.crc32(what.encode()) & 0x7FFF_FFFF,
+            instance_key=zlib.crc32(name.encode()) & 0x7FFF_FFFF,
             ordering_token=[],
         )
-    return found.numpy()  # type: ignore[no-any-return]
+    return gathered.numpy()  # type: ignore[no-any-return]
 
 
-def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that notes what `function` raises in `_raised`, and raises it.
+def keeping_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, changed so that it keeps its errors in `_raised`.
 
     TensorFlow may lose the type of an exception that an operation raises.
     """
 
-    def noting(*values: Any) -> Any:
+    def call(*values: Any) -> Any:
         try:
             return function(*values)
         except BaseException as error:
             _raised.append(error)
             raise
 
-    return noting
+    return call
 
 
-# What a channel says whose connection to another worker has ended.
+# The message of a channel whose connection to another worker has ended.
 _LOST = re.compile(r"worker \d+ is lost: .*")
 
 
 @contextlib.contextmanager
 def call_of_all(placement: Placement, name: str) -> Iterator[None]:
-    """Adds advice to the error of a call that all workers must make, when another worker did not.
+    """Adds advice to the error of a call that another worker did not make, though all must make it.
 
     Args:
         placement: this process' place among the workers.
@@ -174,18 +174,20 @@ def call_of_all(placement: Placement, name: str) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         advice = "on all workers alike, not only on the chief"
-        aborted = "Collective ops is aborted" in error.message
-        lost = _LOST.match(error.message)
-        if placement.workers == 1 or not (aborted or lost) or advice in error.message:
+        is_aborted = "Collective ops is aborted" in error.message
+        lost_worker = _LOST.match(error.message)
+        if placement.workers == 1 or not (is_aborted or lost_worker) or advice in error.message:
             raise
-        if lost:
+        if lost_worker:
             raise type(error)(
                 error.node_def,
                 error.op,
-                f"{lost.group()}. If that worker has ended without an error, it did not come to "
-                f"{name}(): call {name}() {advice}.",
+                f"{lost_worker.group()}. If that worker has ended without an error, it did not "
+                f"come to {name}(): call {name}() {advice}.",
             ) from None
-        missing = sorted({rank for each in last_exchanges(placement) for rank in each.missing})
+        missing = sorted(
+            {rank for exchange in last_exchanges(placement) for rank in exchange.missing}
+        )
         several = "s" * (len(missing) > 1)
         waited = f" This worker waited for worker{several} {', '.join(map(str, missing))}."
         raise type(error)(
@@ -198,24 +200,24 @@ def call_of_all(placement: Placement, name: str) -> Iterator[None]:
 
 
 def _tensorflows_words(message: str) -> str:
-    r"""Returns why TensorFlow has aborted a collective, with the tasks that it names.
+    r"""Returns TensorFlow's reason for an aborted collective, with the tasks that it names.
 
     >>> _tensorflows_words("a\nCollective ops is aborted by: lost:\n/job:worker/task:1\nmore")
     'Collective ops is aborted by: lost: /job:worker/task:1'
     """
-    first, *others = message[message.index("Collective ops is aborted") :].splitlines()
-    return " ".join([first, *(line.strip() for line in others if line.startswith("/job:"))])
+    reason, *details = message[message.index("Collective ops is aborted") :].splitlines()
+    return " ".join([reason, *(line.strip() for line in details if line.startswith("/job:"))])
 
 
 @contextlib.contextmanager
 def own_errors(placement: Placement) -> Iterator[None]:
-    """Makes a call into TensorFlow raise what an operation of `collectives` has raised.
+    """Makes a call into TensorFlow raise the original error of an operation of `collectives`.
 
-    A call that fails while it runs closes the connections, so that workers that wait for its
-    messages learn of the failure. The next call connects anew, since all workers make it.
+    If the call fails, the connections are closed. So workers that wait for a message of this worker
+    fail, too. The next call connects again, since all workers make it.
 
     Raises:
-        tf.errors.UnavailableError: another worker has ended, or such a call has failed there.
+        tf.errors.UnavailableError: another worker has ended, or such a call has failed on it.
     """
     if placement.addresses in _ended:
         channel_of(placement)

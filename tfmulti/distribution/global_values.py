@@ -1,12 +1,12 @@
 """Builds values of the global batch from what one replica computes from its own rows.
 
-A `train_step` of the user's own is written for one device. It may sum, average and compare rows.
-Each replica traces it for its own rows. Where a gradient, a log, a metric or a variable takes a
-value of the step, this module replaces that value by the one of the global batch.
+The user's own `train_step` is written for one device. It may sum, average and compare rows. Each
+replica traces it for its own rows. Where a gradient, a log, a metric or a variable uses a value of
+the step, this module replaces that value by the one of the global batch.
 
-The labels of `row_labels` tell where rows were reduced or mixed. From there on this module builds
-the operations once more, on sums over all replicas or on the rows of all replicas. So every formula
-is right: a sum, a mean over unmasked rows, or a contrastive loss.
+The labels of `row_labels` show where rows were reduced or mixed. From there on this module builds
+the operations again, on sums over all replicas or on the rows of all replicas. So every formula is
+right: a sum, a mean over unmasked rows, or a contrastive loss.
 
 With the weight `w_r` of replica `r`, its part of the global batch's rows, a value `V` of one device
 has three forms:
@@ -40,16 +40,16 @@ from tfmulti.errors import ModelError
 
 
 @dataclass
-class _Made:
-    """What was built for one replica's tensors, by the tensors' names.
+class _Built:
+    """The tensors that were built for one replica, by the names of the step's own tensors.
 
     Attributes:
-        averages: values whose weighted mean over the replicas is that of one device.
-        globals: values of one device.
+        averages: values in the form of `averaged`.
+        globals: values in the form of `of_one_device`.
         rows: this replica's rows, computed with values of the global batch.
         leaves: tensors of the user's step from which the others were built.
-        mixes: whether replicas use values of the global batch differently, as for `rows` that
-            depend on other rows by more than their number.
+        mixes: whether replicas may use a value of the global batch differently. This is so if
+            `rows` depend on other rows by more than their number.
     """
 
     averages: dict[str, tf.Tensor] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class _Made:
     mixes: bool = False
 
 
-# By the number of the replica, since the replicas of a process are traced into one graph.
-_made: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Made]] = weakref.WeakKeyDictionary()
+# By the replica's index, since the replicas of a process are traced into one graph.
+_built: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Built]] = weakref.WeakKeyDictionary()
 
 
 def are_known(replica_slice: ReplicaSlice) -> bool:
-    """Returns whether values of this graph can be made those of the global batch."""
+    """Returns whether values of the global batch can be built in this graph."""
     return row_labels.are_kept() and not replica_slice.is_whole
 
 
@@ -83,10 +83,10 @@ def averaged(replica_slice: ReplicaSlice, value: Any) -> Any:
     if kind in (Kind.ALIKE, Kind.MEAN, Kind.LOCAL):
         return value
     builder = _Builder(replica_slice, value.graph)
-    found = builder.average(value) if kind in (Kind.SUM, Kind.COUNT) else builder.whole(value)
-    found = builder.on_tape(found)
-    row_labels.mark(found, row_labels.MEAN)
-    return found
+    average = builder.average(value) if kind in (Kind.SUM, Kind.COUNT) else builder.whole(value)
+    average = builder.on_tape(average)
+    row_labels.mark(average, row_labels.MEAN)
+    return average
 
 
 def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
@@ -103,9 +103,9 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     if label_of(value).kind in (Kind.ALIKE, Kind.LOCAL):
         return value
     builder = _Builder(replica_slice, value.graph)
-    found = builder.on_tape(builder.whole(value))
-    row_labels.mark(found, row_labels.ALIKE)
-    return found
+    global_value = builder.on_tape(builder.whole(value))
+    row_labels.mark(global_value, row_labels.ALIKE)
+    return global_value
 
 
 def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
@@ -125,35 +125,34 @@ def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
 
 
 def own_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
-    """Returns the rows of this replica that count, of a value with rows, as one device has them.
+    """Returns those rows of a value that one device computes for this replica's counted rows.
 
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
     if not isinstance(value, tf.Tensor):
         return value[: replica_slice.own_rows]
-    first, of = tf.zeros_like(replica_slice.own_rows), tf.maximum(replica_slice.own_rows, 1)
+    first_row = tf.zeros_like(replica_slice.own_rows)
+    row_count = tf.maximum(replica_slice.own_rows, 1)
     if are_known(replica_slice):
         note_unknown(replica_slice, value)
         builder = _Builder(replica_slice, value.graph)
         if label_of(value).kind is Kind.GLOBAL:
-            value, first, of = (
-                builder.whole(value),
-                replica_slice.first_row,
-                tf.maximum(replica_slice.global_rows, 1),
-            )
+            value = builder.whole(value)
+            first_row = replica_slice.first_row
+            row_count = tf.maximum(replica_slice.global_rows, 1)
         else:
             value = builder.rows(value)
-    # A row may have several entries of axis 0.
-    each = tf.shape(value, tf.int64)[0] // of
-    return value[each * first : each * (first + replica_slice.own_rows)]
+    # A row may have several entries along axis 0.
+    entries = tf.shape(value, tf.int64)[0] // row_count
+    return value[entries * first_row : entries * (first_row + replica_slice.own_rows)]
 
 
 def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
     """Notes the reason if it is not known how a value depends on the rows.
 
-    A comparison of the first step with one device decides about such a value. It cannot decide
-    about a condition, which may take another branch in a later step.
+    The first step is then compared with one device. That comparison is not enough for a condition,
+    which may take another branch in a later step.
 
     Raises:
         ModelError: a condition computes the value.
@@ -189,8 +188,8 @@ def gradient(
     Args:
         replica_slice: this replica's slice.
         original: `GradientTape.gradient` of the tape.
-        target: what the user's step takes the gradients of. For a tensor of several values it is
-            their sum.
+        target: the tensor or tensors to differentiate. A tensor of several values stands for their
+            sum.
         sources: variables or tensors.
         is_recorded: whether a tape records the gradient, and may differentiate it once more.
         **options: further arguments of `GradientTape.gradient`.
@@ -200,31 +199,31 @@ def gradient(
     """
     targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
     with row_labels.kept_in_branch() as is_branch:
-        if is_branch and not replica_slice.is_whole:
+        if is_branch:
             return _gradient_in_branch(replica_slice, original, target, sources, **options)
-    if not are_known(replica_slice) or options.get("output_gradients") is not None:
+    if not are_known(replica_slice):
         return original(target, sources, **options)
     kinds = {label_of(t).kind for t in targets}
     for value in targets:
         note_unknown(replica_slice, value)
-    of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    # The gradient of each row by itself is that of one device.
-    if kinds <= {Kind.ROWS} and of_rows:
-        found = original(target, sources, **options)
-        return tf.nest.map_structure(_labelled_rows, sources, found)
+    by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
+    # The gradient of a row by the same row is that of one device.
+    if kinds <= {Kind.ROWS} and by_rows:
+        gradients = original(target, sources, **options)
+        return tf.nest.map_structure(_labelled_rows, sources, gradients)
     if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
-        found = original(target, sources, **options)
+        gradients = original(target, sources, **options)
     else:
         builder = _Builder(replica_slice, targets[0].graph)
-        new = [builder.summed(t) for t in targets]
-        leaves = builder.leaves_behind(new)
-        seeds = tf.gradients(new, leaves, stop_gradients=leaves)
+        built = [builder.summed(t) for t in targets]
+        leaves = builder.leaves_behind(built)
+        seeds = tf.gradients(built, leaves, stop_gradients=leaves)
         pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
         options["output_gradients"] = [
             builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
         ]
-        found = original([leaf for leaf, _ in pairs], sources, **options)
-    return _by_source(replica_slice, sources, found)
+        gradients = original([leaf for leaf, _ in pairs], sources, **options)
+    return _by_source(replica_slice, sources, gradients)
 
 
 def _gradient_in_branch(
@@ -235,28 +234,26 @@ def _gradient_in_branch(
     Raises:
         ModelError: the gradient of one device needs values of other replicas.
     """
-    flat = tf.nest.flatten(target)
-    labels = [label_of(t) for t in flat]
+    targets = tf.nest.flatten(target)
+    labels = [label_of(t) for t in targets]
     kinds = {label.kind for label in labels}
-    for value in flat:
+    for value in targets:
         note_unknown(replica_slice, value)
-    of_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    if options.get("output_gradients") is not None:
-        return original(target, sources, **options)
-    if kinds <= {Kind.ROWS} and of_rows:
-        found = original(target, sources, **options)
-        return tf.nest.map_structure(_labelled_rows, sources, found)
+    by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
+    if kinds <= {Kind.ROWS} and by_rows:
+        gradients = original(target, sources, **options)
+        return tf.nest.map_structure(_labelled_rows, sources, gradients)
     if kinds <= {Kind.ROWS, Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
-        # The sum over all replicas is the mean over the replicas of the sums divided by weights.
-        over = tf.math.reciprocal_no_nan(replica_slice.weight)
+        # `reduce_gradients` will multiply by the weight, but the gradient of rows must be summed.
+        inverse_weight = tf.math.reciprocal_no_nan(replica_slice.weight)
         options["output_gradients"] = [
-            tf.ones_like(t) * (tf.cast(over, t.dtype) if label.kind is Kind.ROWS else 1)
-            for t, label in zip(flat, labels, strict=True)
+            tf.ones_like(t) * (tf.cast(inverse_weight, t.dtype) if label.kind is Kind.ROWS else 1)
+            for t, label in zip(targets, labels, strict=True)
         ]
         return _by_source(replica_slice, sources, original(target, sources, **options))
     raise ModelError(
         "the train_step takes a gradient inside a condition or a loop, of a value that needs the "
-        "rows of all replicas, which cannot meet there. Compute the value in the condition, and "
+        "rows of all replicas, which cannot be exchanged there. Compute the value in it, and "
         "take its gradient outside, or compute both values and choose one by tf.where."
     )
 
@@ -274,14 +271,14 @@ def _labelled_rows(source: tf.Tensor, value: Any) -> Any:
 
 
 def _by_source(replica_slice: ReplicaSlice, sources: Any, gradients: Any) -> Any:
-    """Labels gradients, and gives those by rows the value that they have on one device."""
-    flat_sources, flat = tf.nest.flatten(sources), tf.nest.flatten(gradients)
-    if len(flat_sources) != len(flat):
+    """Labels gradients. Gradients by rows become those of one device."""
+    flat_sources, flat_gradients = tf.nest.flatten(sources), tf.nest.flatten(gradients)
+    if len(flat_sources) != len(flat_gradients):
         return gradients
-    found = []
-    for source, value in zip(flat_sources, flat, strict=True):
+    results = []
+    for source, value in zip(flat_sources, flat_gradients, strict=True):
         if not isinstance(value, tf.Tensor):
-            found.append(value)
+            results.append(value)
             continue
         label = label_of(source) if isinstance(source, tf.Tensor) else row_labels.ALIKE
         if _is_of_rows(source):
@@ -291,8 +288,8 @@ def _by_source(replica_slice: ReplicaSlice, sources: Any, gradients: Any) -> Any
         else:
             reason = "a gradient by a tensor that is computed from several rows"
             row_labels.mark(value, row_labels.local(reason))
-        found.append(value)
-    return tf.nest.pack_sequence_as(gradients, found)
+        results.append(value)
+    return tf.nest.pack_sequence_as(gradients, results)
 
 
 class _Builder:
@@ -302,50 +299,49 @@ class _Builder:
         self._replica_slice = replica_slice
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         number = int(tf.get_static_value(replica))
-        self._made = _made.setdefault(graph, {}).setdefault(number, _Made())
+        self._built = _built.setdefault(graph, {}).setdefault(number, _Built())
 
-    def leaves_behind(self, made: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def leaves_behind(self, built: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the floating tensors of the user's step from which tensors were built."""
-        found, seen, rest = [], set(), list(made)
-        while rest:
-            tensor = rest.pop()
-            if tensor.name in seen:
+        leaves, visited, stack = [], set(), list(built)
+        while stack:
+            tensor = stack.pop()
+            if tensor.name in visited:
                 continue
-            seen.add(tensor.name)
-            if tensor.name not in self._made.leaves:
-                rest += tensor.op.inputs
+            visited.add(tensor.name)
+            if tensor.name not in self._built.leaves:
+                stack += tensor.op.inputs
             elif tensor.dtype.is_floating and tensor.op.type != "Const":
-                found.append(tensor)
-        return found[::-1]
+                leaves.append(tensor)
+        return leaves[::-1]
 
-    def on_tape(self, made: tf.Tensor) -> tf.Tensor:
+    def on_tape(self, built: tf.Tensor) -> tf.Tensor:
         """Returns the same value, which a gradient tape can differentiate by the step's tensors.
 
         A tape does not record the operations that `_again` creates.
         """
-        leaves = self.leaves_behind([made]) if made.dtype.is_floating else []
-        if not leaves or leaves[0] is made:
-            return made
+        leaves = self.leaves_behind([built]) if built.dtype.is_floating else []
+        if not leaves or leaves[0] is built:
+            return built
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def given(found: tf.Tensor, *_: tf.Tensor) -> Any:
+        def identity(value: tf.Tensor, *_: tf.Tensor) -> Any:
             def back(upstream: tf.Tensor) -> Any:
-                found = tf.gradients(made, leaves, upstream, stop_gradients=leaves)
-                return (None, *found)
+                return (None, *tf.gradients(built, leaves, upstream, stop_gradients=leaves))
 
-            return tf.identity(found), back
+            return tf.identity(value), back
 
-        found: tf.Tensor = given(made, *leaves)
-        return found
+        recorded: tf.Tensor = identity(built, *leaves)
+        return recorded
 
-    def factor_on_tape(self, made: tf.Tensor) -> tf.Tensor:
+    def factor_on_tape(self, built: tf.Tensor) -> tf.Tensor:
         """Returns what `on_tape` does, for a value by which each replica multiplies its own part.
 
-        So the gradient by this value is another one on each replica, and must be summed.
+        So the gradients by this value differ between replicas, and must be summed.
         """
-        found = self.on_tape(made)
-        self._made.mixes = self._made.mixes or found is not made
-        return found
+        value = self.on_tape(built)
+        self._built.mixes = self._built.mixes or value is not built
+        return value
 
     def summed(self, target: tf.Tensor) -> tf.Tensor:
         """Returns a value with the gradient of the sum of a target's numbers on all replicas."""
@@ -359,10 +355,10 @@ class _Builder:
 
     def average(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value that is linear in sums and means, in the form of `averaged`."""
-        made = self._made.averages
-        if value.name not in made:
-            made[value.name] = self._linear(value, self.average, as_sum=False)
-        return made[value.name]
+        built = self._built.averages
+        if value.name not in built:
+            built[value.name] = self._linear(value, self.average, as_sum=False)
+        return built[value.name]
 
     def part(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value that is linear in sums and means, in the form of `part_of_sum`."""
@@ -373,18 +369,18 @@ class _Builder:
             return value if row_labels.is_state_of_metric(value) else self._own_sum(value)
         if kind is Kind.MEAN and value.dtype.is_floating:
             return tf.math.multiply_no_nan(value, tf.cast(self._replica_slice.weight, value.dtype))
-        # Replica 0 gives the whole value and the others give 0, since it has rows in every step.
+        # Replica 0 has rows in every step. So it gives the whole value, and the others give 0.
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return self.whole(value) * tf.cast(number == 0, value.dtype)
 
     def _linear(
-        self, value: tf.Tensor, go_on: Callable[[tf.Tensor], tf.Tensor], *, as_sum: bool
+        self, value: tf.Tensor, build_input: Callable[[tf.Tensor], tf.Tensor], *, as_sum: bool
     ) -> tf.Tensor:
         """Returns a linear value, built from the inputs of its operation in the same form.
 
         Args:
             value: a tensor.
-            go_on: builds that form of an input.
+            build_input: builds that form of an input.
             as_sum: whether the form is that of `part_of_sum`; otherwise it is that of `averaged`.
         """
         label, op = label_of(value), value.op
@@ -399,41 +395,41 @@ class _Builder:
         if row_labels.is_reduction_of_rows(value):
             if op.type == "Sum":
                 return self._over_weight(self._own_sum(value))
-            return self._own_mean(value)
+            return self._own_reduction(value)
         varying = varying_inputs(op, [label_of(t) for t in op.inputs])
         return self._again(
             value,
-            [go_on(t) if i in varying else self.whole(t) for i, t in enumerate(op.inputs)],
+            [build_input(t) if i in varying else self.whole(t) for i, t in enumerate(op.inputs)],
         )
 
     def whole(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value of one device, the same on every replica."""
-        made = self._made.globals
-        if value.name not in made:
-            self._make_needed(value)
-            made[value.name] = self._whole(value)
-        return made[value.name]
+        built = self._built.globals
+        if value.name not in built:
+            self._build_needed(value)
+            built[value.name] = self._whole(value)
+        return built[value.name]
 
-    def _make_needed(self, value: tf.Tensor) -> None:
+    def _build_needed(self, value: tf.Tensor) -> None:
         """Builds what `whole` or `rows` of a value will need, in the order of the graph.
 
-        So these two do not call each other for every operation of a long chain, which would exceed
+        Without it these two would call each other for every operation of a long chain, and exceed
         Python's recursion limit.
         """
         stack = self._needed(value)
         while stack:
-            at = stack[-1]
-            if self._is_made(at):
+            tensor = stack[-1]
+            if self._is_built(tensor):
                 stack.pop()
-            elif needed := self._needed(at):
+            elif needed := self._needed(tensor):
                 stack += needed
-            elif label_of(at).kind is Kind.MIXED:
-                self.rows(at)
+            elif label_of(tensor).kind is Kind.MIXED:
+                self.rows(tensor)
             else:
-                self.whole(at)
+                self.whole(tensor)
 
     def _needed(self, value: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the inputs of a value's operation that are still to be built."""
+        """Returns those inputs of a value's operation that must be built first."""
         op = value.op
         inputs = list(op.inputs)
         if label_of(value).kind is Kind.MIXED:
@@ -442,14 +438,14 @@ class _Builder:
             return []
         elif row_labels.is_reduction_of_rows(value) and value.shape.is_fully_defined():
             inputs = inputs[:1]
-        return [t for t in inputs if not self._is_made(t)]
+        return [t for t in inputs if not self._is_built(t)]
 
-    def _is_made(self, value: tf.Tensor) -> bool:
+    def _is_built(self, value: tf.Tensor) -> bool:
         """Returns whether a value is built already, or need not be built."""
         kind = label_of(value).kind
         if kind is Kind.MIXED:
-            return value.name in self._made.rows
-        return kind not in (Kind.GLOBAL, Kind.SUM) or value.name in self._made.globals
+            return value.name in self._built.rows
+        return kind not in (Kind.GLOBAL, Kind.SUM) or value.name in self._built.globals
 
     def _whole(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value of one device, from inputs that were built before."""
@@ -469,7 +465,7 @@ class _Builder:
                 return self._again(value, [self.whole(t) for t in op.inputs])
             if op.type == "Sum":
                 return self._total(self._own_sum(value), is_sum=True)
-            return self._total(self._own_mean(value), is_sum=False)
+            return self._total(self._own_reduction(value), is_sum=False)
         return self._again(value, [self.whole(t) for t in op.inputs])
 
     def rows(self, value: tf.Tensor) -> tf.Tensor:
@@ -478,43 +474,41 @@ class _Builder:
         Raises:
             ModelError: such a value needs a collective, and the step takes several passes.
         """
-        label, made = label_of(value), self._made.rows
+        label, built = label_of(value), self._built.rows
         if label.kind is not Kind.MIXED:
             return self._leaf(value)
-        if value.name not in made:
-            self._make_needed(value)
-            self._made.mixes = self._made.mixes or not label.by_count
+        if value.name not in built:
+            self._build_needed(value)
+            self._built.mixes = self._built.mixes or not label.by_count
             inputs = []
             for i, tensor in enumerate(value.op.inputs):
-                own = label_of(tensor).kind in (Kind.ROWS, Kind.MIXED)
+                has_rows = label_of(tensor).kind in (Kind.ROWS, Kind.MIXED)
                 if is_shape_input(value.op, i):
                     inputs.append(tensor)
                 else:
-                    inputs.append(self.rows(tensor) if own else self.whole(tensor))
-            made[value.name] = self._again(value, inputs)
-        return made[value.name]
+                    inputs.append(self.rows(tensor) if has_rows else self.whole(tensor))
+            built[value.name] = self._again(value, inputs)
+        return built[value.name]
 
     def _leaf(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a tensor of the user's step, and notes it: gradients go on from there."""
-        self._made.leaves.setdefault(value.name, value)
+        """Returns a tensor of the user's step, and notes it, since gradients continue there."""
+        self._built.leaves.setdefault(value.name, value)
         return value
 
     def _own_sum(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a sum over this replica's rows; 0 if it reads a row that does not count."""
-        own = self._own_mean(value)
-        counts = tf.cast(self._replica_slice.own_rows > 0, own.dtype)
-        return tf.math.multiply_no_nan(own, counts) if own.dtype.is_floating else own * counts
+        """Returns a sum over those of this replica's rows that count."""
+        return self._counted(self._own_reduction(value))
 
-    def _own_mean(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns a sum or mean over this replica's rows."""
+    def _own_reduction(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a sum or mean over the rows that this replica reads."""
         if label_of(value.op.inputs[0]).kind is not Kind.MIXED:
             return self._leaf(value)
         return self._again(value, [self.rows(value.op.inputs[0]), value.op.inputs[1]])
 
-    def _counted(self, rows: tf.Tensor) -> tf.Tensor:
-        """Returns this replica's rows; 0 if it reads a row that does not count."""
-        counts = tf.cast(self._replica_slice.own_rows > 0, rows.dtype)
-        return tf.math.multiply_no_nan(rows, counts)
+    def _counted(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a value of this replica's rows, or 0 if its only row does not count."""
+        counts = tf.cast(self._replica_slice.own_rows > 0, value.dtype)
+        return tf.math.multiply_no_nan(value, counts) if value.dtype.is_floating else value * counts
 
     def _over_weight(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a part of a sum divided by the weight, as a part of a mean over replicas."""
@@ -525,36 +519,36 @@ class _Builder:
 
     def _count(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value that depends on the number of rows, for the global batch."""
-        made = self._made.globals
-        if value.name not in made:
+        built = self._built.globals
+        if value.name not in built:
             op = value.op
             if row_labels.is_reduction_of_rows(value):
-                made[value.name] = self._global_shape(value)
+                built[value.name] = self._global_shape(value)
             elif label_of(value).kind is Kind.ALIKE:
                 return self._leaf(value)
             else:
-                made[value.name] = self._again(value, [self._count(t) for t in op.inputs])
-        return made[value.name]
+                built[value.name] = self._again(value, [self._count(t) for t in op.inputs])
+        return built[value.name]
 
     def _global_shape(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the shape or size that a tensor with rows has on one device."""
-        of = value.op.inputs[0]
-        read = tf.cast(tf.maximum(self._replica_slice.own_rows, 1), value.dtype)
-        rows = tf.cast(self._replica_slice.global_rows, value.dtype)
-        shape = tf.shape(of, value.dtype)
+        tensor = value.op.inputs[0]
+        read_rows = tf.cast(tf.maximum(self._replica_slice.own_rows, 1), value.dtype)
+        global_rows = tf.cast(self._replica_slice.global_rows, value.dtype)
+        shape = tf.shape(tensor, value.dtype)
         # A row has the same number of entries of axis 0 on every replica.
-        first = shape[0] // read * rows
-        new = tf.concat([[first], shape[1:]], 0)
-        return new if value.op.type == "Shape" else tf.reduce_prod(new)
+        first_size = shape[0] // read_rows * global_rows
+        global_shape = tf.concat([[first_size], shape[1:]], 0)
+        return global_shape if value.op.type == "Shape" else tf.reduce_prod(global_shape)
 
     def _all_rows(self, rows: tf.Tensor, label: Label) -> tf.Tensor:
         """Returns the rows of all replicas, in the order of one device."""
         self._check_one_pass()
         replica_slice = self._replica_slice
-        read = tf.maximum(replica_slice.own_rows, 1)
+        read_rows = tf.maximum(replica_slice.own_rows, 1)
         if len(label.parts) == 1:
-            return self._gathered(rows, tf.shape(rows, tf.int64)[0] // read)
-        sizes = [tf.cast(k, tf.int64) * read for k in label.parts]
+            return self._gathered(rows, tf.shape(rows, tf.int64)[0] // read_rows)
+        sizes = [tf.cast(k, tf.int64) * read_rows for k in label.parts]
         parts = tf.split(rows, sizes)
         return tf.concat(
             [
@@ -564,17 +558,17 @@ class _Builder:
             0,
         )
 
-    def _gathered(self, rows: tf.Tensor, each: tf.Tensor) -> tf.Tensor:
-        """Returns the rows of all replicas, with `each` entries of axis 0 for a row."""
+    def _gathered(self, rows: tf.Tensor, entries: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of all replicas, with `entries` entries of axis 0 for a row."""
         replica_slice = self._replica_slice
         replica_slice.note_gather()
-        of_all = functools.partial(_of_all_replicas, replica_slice, self._made)
-        return rows_of_all(replica_slice, rows, each, of_all)
+        of_all = functools.partial(_of_all_replicas, replica_slice, self._built)
+        return rows_of_all(replica_slice, rows, entries, of_all)
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
         """Returns the sum of all replicas' parts of a sum, or their mean weighted by rows."""
         self._check_one_pass()
-        replica_slice, made = self._replica_slice, self._made
+        replica_slice, built = self._replica_slice, self._built
         if not value.dtype.is_floating:
             return total(value)
 
@@ -583,7 +577,7 @@ class _Builder:
             weight = tf.cast(replica_slice.weight, value.dtype)
 
             def back(upstream: tf.Tensor) -> tf.Tensor:
-                of_all = _of_all_replicas(replica_slice, made, upstream)
+                of_all = _of_all_replicas(replica_slice, built, upstream)
                 return tf.math.divide_no_nan(of_all, weight) if is_sum else of_all
 
             own = value if is_sum else tf.math.multiply_no_nan(value, weight)
@@ -604,12 +598,12 @@ class _Builder:
     def _again(self, value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns the same output of the same operation with other inputs."""
         op = value.op
-        # IdentityN is of `tf.custom_gradient`, whose gradient is by the old inputs.
+        # `tf.custom_gradient` makes an IdentityN, whose gradient is by the old inputs.
         if op.type == "IdentityN":
             return inputs[value.value_index]
         inputs = [
-            tf.cast(new, old.dtype) if new.dtype != old.dtype else new
-            for new, old in zip(inputs, op.inputs, strict=True)
+            tf.cast(new_input, old_input.dtype) if new_input.dtype != old_input.dtype else new_input
+            for new_input, old_input in zip(inputs, op.inputs, strict=True)
         ]
         if all(new is old for new, old in zip(inputs, op.inputs, strict=True)):
             return value
@@ -618,7 +612,7 @@ class _Builder:
             for name, attribute in op.node_def.attr.items()
             if not name.startswith("_") or name == "_gradient_op_type"
         }
-        made = value.graph.create_op(
+        new_op = value.graph.create_op(
             op.type,
             list(inputs),
             [output.dtype for output in op.outputs],
@@ -626,15 +620,15 @@ class _Builder:
             op_def=op.op_def,
             name=op.name.rpartition("/")[2] + "_of_global_batch",
         )
-        return made.outputs[value.value_index]
+        return new_op.outputs[value.value_index]
 
 
-def _of_all_replicas(replica_slice: ReplicaSlice, made: _Made, upstream: tf.Tensor) -> tf.Tensor:
+def _of_all_replicas(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the global batch by a value that is the same on every replica.
 
-    If all that depends on the value is alike on all replicas, each replica has this gradient
-    already. Otherwise the replicas' parts are summed.
+    If everything that depends on the value is alike on all replicas, each replica already has this
+    gradient. Otherwise the replicas' parts are summed.
     """
-    # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
+    # The gradient of a lookup of rows (`tf.gather`) is a tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
-    return of_all_replicas(replica_slice, upstream) if made.mixes else upstream
+    return of_all_replicas(replica_slice, upstream) if built.mixes else upstream

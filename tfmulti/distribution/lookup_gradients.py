@@ -1,12 +1,12 @@
-"""Gradients of tables in which a step looks entries up, such as an embedding's table.
+"""Gradients of tables in which a step looks up entries, such as the table of an embedding.
 
 Such a gradient is a `tf.IndexedSlices`: a gradient for each lookup, and the index of its entry. An
-optimizer of Keras handles each of these gradients by itself: Adam squares them one by one. So the
-global batch's IndexedSlices must have one gradient for each lookup that one device would make.
+optimizer of Keras handles these gradients one by one: Adam squares each of them. So the
+IndexedSlices of the global batch must have one gradient for each lookup of one device.
 
 - The tokens of a batch are different on each replica. Their gradients are concatenated.
-- Indices such as positions are the same on all replicas. All replicas then make one lookup
-  together, and their gradients are summed.
+- Indices such as positions are the same on all replicas. They count as one lookup, and
+  their gradients are summed.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Lookup(NamedTuple):
 
 
 def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
-    """Returns the lookups whose gradients TensorFlow has concatenated to one IndexedSlices."""
+    """Returns the lookups whose gradients TensorFlow has concatenated into one IndexedSlices."""
     indices, values = gradient.indices, gradient.values
-    # An eager tensor does not tell which operations it was made by.
+    # An eager tensor does not know the operations that computed it.
     if not hasattr(indices, "graph"):
         return [Lookup(values, indices, False)]
     if label_of(indices).kind is Kind.ALIKE:
         return [Lookup(values, indices, True)]
     if indices.op.type != "ConcatV2":
         return [Lookup(values, indices, False)]
-    parts = list(indices.op.inputs)[:-1]
-    pieces = tf.split(values, [tf.shape(part)[0] for part in parts])
+    all_indices = list(indices.op.inputs)[:-1]
+    all_values = tf.split(values, [tf.shape(part)[0] for part in all_indices])
     return [
         lookup
-        for part, piece in zip(parts, pieces, strict=True)
-        for lookup in lookups_in(tf.IndexedSlices(piece, part, gradient.dense_shape))
+        for its_indices, its_values in zip(all_indices, all_values, strict=True)
+        for lookup in lookups_in(tf.IndexedSlices(its_values, its_indices, gradient.dense_shape))
     ]
 
 
@@ -68,14 +68,14 @@ def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.Inde
 
 
 def added(first: tf.IndexedSlices, second: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the gradient of two passes over parts of a batch, which made the same lookups.
+    """Returns the sum of the gradients of two passes, which have made the same lookups.
 
-    Gradients by the same indices are added, and others are concatenated.
+    Gradients with the same indices are added, and others are concatenated.
     """
-    found = [
-        [Lookup(one.values + other.values, one.indices, True)]
-        if one.is_alike and other.is_alike
-        else [one, other]
-        for one, other in zip(lookups_in(first), lookups_in(second), strict=True)
-    ]
-    return joined_lookups([lookup for lookups in found for lookup in lookups], first)
+    lookups: list[Lookup] = []
+    for one, other in zip(lookups_in(first), lookups_in(second), strict=True):
+        if one.is_alike and other.is_alike:
+            lookups.append(Lookup(one.values + other.values, one.indices, True))
+        else:
+            lookups += [one, other]
+    return joined_lookups(lookups, first)

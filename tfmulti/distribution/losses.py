@@ -9,8 +9,8 @@ loss of the global batch, and not the replica's own loss:
 - A mean by weights, or over values that are not masked, has a divisor `d_r` on replica `r`. The
   loss is multiplied by `(d_r / d) / (n_r / G)`, where `d` is the sum of `d_r` over all replicas.
 - A loss of one number, such as a root of a mean, is computed from the rows of all replicas. So is a
-  value for each row that depends on other rows, such as a contrastive loss. Nothing else is right
-  for every such function.
+  value for each row that depends on other rows, such as a contrastive loss. No scaling is right for
+  every such function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfmulti.errors import ModelError
 
 _compiled = PerThread(False)
 _divisors: PerThread[Divisors | None] = PerThread(None)
-_seen: PerThread[Seen | None] = PerThread(None)
+_loss_calls: PerThread[LossCalls | None] = PerThread(None)
 
 
 def compiled_loss() -> contextlib.AbstractContextManager[bool]:
@@ -40,9 +40,9 @@ def compiled_loss() -> contextlib.AbstractContextManager[bool]:
 class Divisors:
     """The divisors of the losses of a step that takes several passes, in the order of their calls.
 
-    The divisor of a mean by weights is known only after all passes. So the passes are run twice. In
-    the first run each loss leaves its divisor here, and in the second run it finds the divisor of
-    the global batch.
+    The divisor of a mean by weights is known only after all passes, so the passes run twice. In the
+    first run each loss stores its divisor here. In the second run it gets the divisor of the global
+    batch.
     """
 
     def __init__(self) -> None:
@@ -53,27 +53,27 @@ class Divisors:
 
     @property
     def any(self) -> bool:
-        """Whether a loss has left a divisor."""
+        """Whether a loss has stored a divisor."""
         return bool(self._own)
 
     def in_use(self) -> contextlib.AbstractContextManager[Divisors | None]:
-        """Makes the losses of one pass find or leave their divisors here, inside the context."""
+        """Makes the losses of one pass store or get their divisors here, inside the context."""
         self._next = 0
         return _divisors.set_to(self)
 
     def sum_up(self) -> None:
-        """Ends the first run: the divisors are summed over all passes and all replicas."""
+        """Ends the first run, and sums the divisors over all passes and all replicas."""
         self._totals = sum_together(self._own) if self._own else []
 
     def total_of(self, own: tf.Tensor) -> tf.Tensor:
-        """Returns a loss' divisor over the global batch; in the first run, its own part of it."""
-        place, self._next = self._next, self._next + 1
+        """Returns the divisor of the next loss over the global batch, or `own` in the first run."""
+        index, self._next = self._next, self._next + 1
         if self._totals is not None:
-            return self._totals[place]
-        if place == len(self._own):
+            return self._totals[index]
+        if index == len(self._own):
             self._own.append(own)
         else:
-            self._own[place] += own
+            self._own[index] += own
         return own
 
 
@@ -110,16 +110,16 @@ def scaled_to_global(
                 "cannot tell whether it is divided by the rows afterwards. Use "
                 "reduction='sum_over_batch_size' there, or self.compute_loss(...)."
             )
-        part = tf.ones_like(replica_slice.weight)
+        own_part = tf.ones_like(replica_slice.weight)
     else:
-        own = divisor()
-        if own is None:
+        own_divisor = divisor()
+        if own_divisor is None:
             return loss
-        own = tf.where(replica_slice.own_rows > 0, own, 0.0)
+        own_divisor = tf.where(replica_slice.own_rows > 0, own_divisor, 0.0)
         divisors = _divisors.get()
-        total = divisors.total_of(own) if divisors else sum_together([own])[0]
-        part = tf.cast(tf.math.divide_no_nan(own, total), replica_slice.weight.dtype)
-    return loss * tf.cast(tf.math.divide_no_nan(part, replica_slice.weight), loss.dtype)
+        total = divisors.total_of(own_divisor) if divisors else sum_together([own_divisor])[0]
+        own_part = tf.cast(tf.math.divide_no_nan(own_divisor, total), replica_slice.weight.dtype)
+    return loss * tf.cast(tf.math.divide_no_nan(own_part, replica_slice.weight), loss.dtype)
 
 
 def summed_gradient(replica_slice: ReplicaSlice, loss: Any) -> Any:
@@ -136,8 +136,8 @@ def summed_gradient(replica_slice: ReplicaSlice, loss: Any) -> Any:
 def added_loss(replica_slice: ReplicaSlice, loss: Any) -> Any:
     """Returns a loss that `add_loss` was given, as a part of the global sum that Keras makes.
 
-    A single number stays as it is. It is taken for a mean over rows, or for a value that does not
-    depend on the rows.
+    A single number stays as it is, since it is assumed to be a mean over rows, or to be independent
+    of the rows.
     """
     if loss.shape.rank == 0:
         return loss
@@ -145,8 +145,8 @@ def added_loss(replica_slice: ReplicaSlice, loss: Any) -> Any:
 
 
 @dataclass
-class Seen:
-    """What was seen while a loss was computed.
+class LossCalls:
+    """What happened while a loss was computed.
 
     Attributes:
         reduced: whether a loss was reduced.
@@ -157,17 +157,17 @@ class Seen:
     scalar: bool = False
 
 
-def watching(seen: Seen) -> contextlib.AbstractContextManager[Seen | None]:
-    """Notes in `seen` the losses that are reduced inside the context, also nested ones."""
-    return _seen.set_to(seen)
+def watching(calls: LossCalls) -> contextlib.AbstractContextManager[LossCalls | None]:
+    """Notes in `calls` the losses that are reduced inside the context, also nested ones."""
+    return _loss_calls.set_to(calls)
 
 
 def note_reduction(of_one_number: bool) -> None:
     """Notes that a loss is reduced, and whether its function returned one number."""
-    seen = _seen.get()
-    if seen is not None:
-        seen.reduced = True
-        seen.scalar = seen.scalar or of_one_number
+    calls = _loss_calls.get()
+    if calls is not None:
+        calls.reduced = True
+        calls.scalar = calls.scalar or of_one_number
 
 
 def from_all_rows(
@@ -176,12 +176,12 @@ def from_all_rows(
     y_true: Any,
     y_pred: Any,
     weights: Any,
-    attached: Sequence[str] = (),
+    attached: Sequence[str],
 ) -> Any:
     """Returns `compute(y_true, y_pred, weights)` of the global batch, the same on all replicas.
 
-    The predictions of the other replicas are constants here. So each replica's gradient is what its
-    own rows add to the whole. The gradient is divided by the replica's weight, so that the mean
+    The predictions of the other replicas are constants here. So each replica's gradient is the part
+    of its own rows. The gradient is divided by the replica's weight, so that the mean
     over the replicas is the gradient of the global batch.
 
     Args:
@@ -193,7 +193,7 @@ def from_all_rows(
         attached: the names of attributes of predictions that hold tensors of the same rows.
 
     Raises:
-        ModelError: the step takes several passes, so all rows are never there together.
+        ModelError: the step takes several passes, so no pass has all rows.
     """
     if in_passes():
         raise ModelError(
@@ -207,7 +207,7 @@ def from_all_rows(
     y_pred = tf.nest.map_structure(
         lambda v: _all_rows_of_variable(replica_slice, v, attached), y_pred
     )
-    # All rows are there, so a loss inside this one must not be scaled.
+    # This call gets all rows, so a loss inside it must not be scaled.
     with computing(replica_slice.alone()):
         loss = compute(y_true, y_pred, weights)
     return _with_gradient_times(loss, tf.math.reciprocal_no_nan(replica_slice.weight))
@@ -228,8 +228,8 @@ def _all_rows_of_variable(replica_slice: ReplicaSlice, value: Any, attached: Seq
         return value
     gathered = tf.stop_gradient(_all_rows(replica_slice, value))
     last = replica_slice.first_row + replica_slice.own_rows
-    own = value[: replica_slice.own_rows]
-    rows = tf.concat([gathered[: replica_slice.first_row], own, gathered[last:]], 0)
+    own_rows = value[: replica_slice.own_rows]
+    rows = tf.concat([gathered[: replica_slice.first_row], own_rows, gathered[last:]], 0)
     for name in attached:
         if hasattr(value, name):
             setattr(rows, name, _all_rows_of_variable(replica_slice, getattr(value, name), ()))
@@ -265,13 +265,13 @@ def divisor_of(
     weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
     if mask is None and not weighs:
         return None
-    # These are Keras' own weights of the values. Those of masked values are 0.
+    # Keras' weights of the values are 0 for masked values.
     ones = tf.ones_like(tf.convert_to_tensor(values), tf.float32)
     weights = ones if mask is None else tf.cast(mask, tf.float32)
     if weighs:
-        given = tf.cast(sample_weight, tf.float32)
+        sample_weights = tf.cast(sample_weight, tf.float32)
         if mask is None:
-            return tf.reduce_sum(given)
-        given, weights = same_rank(given, weights)
-        weights = weights * given
+            return tf.reduce_sum(sample_weights)
+        sample_weights, weights = same_rank(sample_weights, weights)
+        weights = weights * sample_weights
     return tf.reduce_sum(weights)

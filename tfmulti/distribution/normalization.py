@@ -11,12 +11,12 @@ sample variances, 1979:
 
 This loses no digits where the mean is large. The gradient takes a second collective.
 
-Keras' own `synchronized=True` takes three collectives forward and three backward, and it begins
-from sums of squares. It counts the row that a replica without rows reads. Where replicas have
-different numbers of rows, its gradient weighs the replicas alike.
+Keras' own `synchronized=True` takes three collectives forward and three backward, and begins with
+sums of squares. It counts the row that a replica without rows reads. Its gradient gives all
+replicas the same weight, even if they have different numbers of rows.
 
-The gradient of `normalized` is one fused kernel, plus what mean and variance add to it. The
-gradient of Keras' single operations reads the values many times.
+The gradient of `normalized` is one fused kernel, plus the part of mean and variance. The gradient
+of Keras' separate operations reads the values many times.
 """
 
 from __future__ import annotations
@@ -45,36 +45,37 @@ def normalized(
         beta: what is then added to each channel.
         epsilon: what is added to the variance.
     """
-    of_images = x.shape.rank == 4
-    form = tf.shape(x)
-    rows = [form[0], tf.reduce_prod(form[1:-1]), 1, x.shape[-1]]
+    is_image = x.shape.rank == 4
+    shape = tf.shape(x)
+    rows = [shape[0], tf.reduce_prod(shape[1:-1]), 1, x.shape[-1]]
 
-    x = x if of_images else tf.reshape(x, rows)
+    x = x if is_image else tf.reshape(x, rows)
     # The statistics are computed outside the function with the custom gradient. If the step used
-    # more of that function than `y`, TensorFlow would not fuse what follows, such as a sum or a
-    # rectifier, with the kernel that makes `y`.
-    found = count, *_ = _statistics(replica_slice, x, _moments if of_images else _keras_moments)
+    # a second result of that function, TensorFlow would not fuse an operation that follows, such as
+    # a sum or a ReLU, with the kernel that computes `y`.
+    moments = _moments if is_image else _keras_moments
+    count, mean, variance = _statistics(replica_slice, x, moments)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def normalize(*given: tf.Tensor) -> Any:
-        x, gamma, beta, mean, variance = given
+    def normalize(*arguments: tf.Tensor) -> Any:
+        x, gamma, beta, mean, variance = arguments
 
         def gradient(dy: tf.Tensor) -> tuple[tf.Tensor | None, ...]:
-            of = (count, mean, variance)
+            merged = (count, mean, variance)
             if replica_slice.is_whole:
-                found = _kernel_gradients(dy, x, gamma, of, epsilon, is_training=True)
+                gradients = _kernel_gradients(dy, x, gamma, merged, epsilon, is_training=True)
             else:
-                found = _gradients_of_slice(replica_slice, dy, x, gamma, of, epsilon)
+                gradients = _gradients_of_slice(replica_slice, dy, x, gamma, merged, epsilon)
             # The gradient of `x` contains what mean and variance add.
-            return (*found, None, None)
+            return (*gradients, None, None)
 
-        if of_images:
+        if is_image:
             slope = gamma * tf.math.rsqrt(variance + epsilon)
             return _scaled(x, slope, beta - mean * slope), gradient
         return tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), gradient
 
-    y = normalize(x, gamma, beta, *found[1:])
-    return (y if of_images else tf.reshape(y, form), *found)
+    y = normalize(x, gamma, beta, mean, variance)
+    return y if is_image else tf.reshape(y, shape), count, mean, variance
 
 
 Moments = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
@@ -95,14 +96,14 @@ def _moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         squares = tf.math.squared_difference(x, mean)
         return tf.reduce_mean(tf.reduce_mean(squares, [1, 2]), 0)
 
-    channels, form = x.shape[-1], tf.shape(x)
+    channels, shape = x.shape[-1], tf.shape(x)
     if channels > SQUARED_BY_PRODUCT:
         return mean, by_distances()
-    values = form[1] * form[2]
-    rows = tf.reshape(x, [form[0], values, channels])
+    positions = shape[1] * shape[2]
+    rows = tf.reshape(x, [shape[0], positions, channels])
     products = tf.linalg.diag_part(tf.matmul(rows, rows, transpose_a=True))
     square = tf.square(mean)
-    variance = tf.reduce_mean(products, 0) / tf.cast(values, x.dtype) - square
+    variance = tf.reduce_mean(products, 0) / tf.cast(positions, x.dtype) - square
     exact = tf.reduce_all(square <= 4.0 * variance)
     return mean, tf.cond(exact, lambda: variance, by_distances)
 
@@ -136,7 +137,7 @@ def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
     if x.shape[-1] <= SCALED_BY_CONVOLUTION:
         filters = tf.linalg.diag(slope)[tf.newaxis, tf.newaxis]
         return tf.nn.bias_add(tf.nn.conv2d(x, filters, 1, "VALID"), level)
-    found = tf.raw_ops.FusedBatchNormV3(
+    fused = tf.raw_ops.FusedBatchNormV3(
         x=x,
         scale=slope,
         offset=level,
@@ -145,14 +146,14 @@ def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
         epsilon=_EPSILON,
         is_training=False,
     )
-    return found.y
+    return fused.y
 
 
 # Up to this number of channels, a convolution costs less than the kernel that normalizes.
 SCALED_BY_CONVOLUTION = 64
 # Up to this number of channels, a product of matrices costs less than another pass over the values.
 SQUARED_BY_PRODUCT = 32
-# The kernel divides by the root of variance + epsilon, which here makes 1.
+# `_scaled` gives the kernel the variance 1 - epsilon, so that it divides by 1.
 _EPSILON = 2.0**-10
 
 Gradients = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
@@ -179,13 +180,13 @@ def _gradients_of_slice(
         epsilon: what is added to the variance.
     """
     total, mean, variance = statistics
-    # These gradients take mean and variance as constants. What the two add follows.
+    # These gradients treat mean and variance as constants. The part of these two is added below.
     dx, dgamma, dbeta = _frozen_gradients(dy, x, gamma, mean, variance, epsilon)
     # The loss of every replica depends on the rows of all, and counts by that replica's weight.
-    # What is returned here will be multiplied by this replica's weight, which is 0 without rows.
+    # `reduce_gradients` will multiply the result by this replica's weight, which is 0 without rows.
     weight = tf.cast(replica_slice.weight, x.dtype)
-    of_all = replica_context.of_all_replicas(replica_slice, tf.stack([dgamma, dbeta]))
-    by_gamma, by_beta = tf.unstack(tf.math.divide_no_nan(of_all, weight))
+    sums = replica_context.of_all_replicas(replica_slice, tf.stack([dgamma, dbeta]))
+    by_gamma, by_beta = tf.unstack(tf.math.divide_no_nan(sums, weight))
     scale = tf.math.rsqrt(variance + epsilon)
     slope = tf.math.divide_no_nan(gamma * scale * scale * by_gamma, total)
     level = tf.math.divide_no_nan(gamma * scale * by_beta, total) - slope * mean
@@ -202,26 +203,28 @@ def _frozen_gradients(
 ) -> Gradients:
     """Returns the gradients for a mean and a variance that do not depend on the values.
 
-    The kernel's own derivative leaves out mean and variance. So the second derivative is that of
-    the formula.
+    The second derivative is computed by the formula, since that of TensorFlow's kernel leaves out
+    mean and variance.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def frozen(*given: tf.Tensor) -> Any:
-        dy, x, gamma, mean, variance = given
-        found = _kernel_gradients(dy, x, gamma, (mean, mean, variance), epsilon, is_training=False)
+    def frozen(*arguments: tf.Tensor) -> Any:
+        dy, x, gamma, mean, variance = arguments
+        gradients = _kernel_gradients(
+            dy, x, gamma, (mean, mean, variance), epsilon, is_training=False
+        )
 
         def second(*upstream: tf.Tensor) -> list[tf.Tensor]:
             with tf.GradientTape() as tape:
-                tape.watch(given)
+                tape.watch(arguments)
                 scale = tf.math.rsqrt(variance + epsilon)
-                normal = (x - mean) * scale
-                sums = (tf.reduce_sum(part, [0, 1, 2]) for part in (dy * normal, dy))
+                distances = (x - mean) * scale
+                sums = (tf.reduce_sum(part, [0, 1, 2]) for part in (dy * distances, dy))
                 formula = (dy * (gamma * scale), *sums)
-            found: list[tf.Tensor] = tape.gradient(formula, given, upstream)
-            return found
+            second_gradients: list[tf.Tensor] = tape.gradient(formula, arguments, upstream)
+            return second_gradients
 
-        return found, second
+        return gradients, second
 
     dx, dgamma, dbeta = frozen(dy, x, gamma, mean, variance)
     return dx, dgamma, dbeta
@@ -238,7 +241,7 @@ def _kernel_gradients(
 ) -> Gradients:
     """Returns the gradients that TensorFlow's fused kernel computes."""
     _, mean, variance = statistics
-    found = tf.raw_ops.FusedBatchNormGradV3(
+    fused = tf.raw_ops.FusedBatchNormGradV3(
         y_backprop=dy,
         x=x,
         scale=gamma,
@@ -248,7 +251,7 @@ def _kernel_gradients(
         epsilon=epsilon,
         is_training=is_training,
     )
-    return found.x_backprop, found.scale_backprop, found.offset_backprop
+    return fused.x_backprop, fused.scale_backprop, fused.offset_backprop
 
 
 def global_moments(
@@ -276,7 +279,7 @@ def global_moments(
 
         def gradient(mean_upstream: tf.Tensor, variance_upstream: tf.Tensor) -> tf.Tensor:
             # The loss of every replica depends on the rows of all, and counts by that replica's
-            # weight. What is returned here will be multiplied by this replica's weight.
+            # weight. `reduce_gradients` will multiply the result by this replica's weight.
             weight = tf.cast(replica_slice.weight, x.dtype)
             upstream = tf.stack(
                 [tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]
@@ -287,8 +290,8 @@ def global_moments(
                 tf.math.divide_no_nan(tf.reshape(part, tf.shape(mean)), total)
                 for part in (by_mean, by_variance)
             )
-            whole = by_mean + by_variance * 2.0 * (x - mean)
-            return tf.math.divide_no_nan(whole * counts, weight)
+            gradient_of_x = by_mean + by_variance * 2.0 * (x - mean)
+            return tf.math.divide_no_nan(gradient_of_x * counts, weight)
 
         return (tf.squeeze(mean, axes), tf.squeeze(variance, axes)), gradient
 
@@ -300,18 +303,18 @@ def _merged(
     replica_slice: ReplicaSlice, count: tf.Tensor, mean: tf.Tensor, squares: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
-    found: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _of_all(
-        replica_context.of_each(replica_slice, tf.stack([count, mean, squares]))
+    merged: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _merge(
+        replica_context.gather_values(replica_slice, tf.stack([count, mean, squares]))
     )
-    return found
+    return merged
 
 
-# As a function of TensorFlow it is traced once for all layers of one form. So the first step of a
+# As a tf.function it is traced once for all layers with the same shape. So the first step of a
 # model with many layers takes a second less.
 @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-def _of_all(everyone: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def _merge(of_replicas: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns the merged statistics from `[replicas, (count, mean, squared distances), ...]`."""
-    counts, means, squares = tf.unstack(everyone, axis=1)
+    counts, means, squares = tf.unstack(of_replicas, axis=1)
     total = tf.reduce_sum(counts, 0)
     mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
     between = tf.reduce_sum(counts * tf.square(means - mean), 0)

@@ -1,4 +1,4 @@
-"""Draws the random numbers of the global batch: each replica draws those of its own rows.
+"""Draws the random numbers of the global batch. Each replica draws those of its own rows.
 
 One device draws one tensor of random numbers for a batch, in which row `i` belongs to example `i`.
 Here each replica draws from the same seed the numbers at its own rows of that tensor. So two
@@ -8,8 +8,10 @@ are those of one device.
 TensorFlow's stateless generator is Philox (Salmon et al., Parallel random numbers: as easy as 1, 2,
 3, SC 2011). It computes 128 random bits from each value of a counter, without the bits of earlier
 values. If `k` numbers fit into these bits, the number at position `p` of the tensor comes from the
-counter's value `start + p // k`. So a replica begins at its own position, and does not draw what
-comes before it.
+counter's value `start + p // k`. So a replica can begin at the position of its own rows.
+
+Each draw takes the replica slice, the seed of this draw, and the arguments of Keras' function
+without the seed. Some draws take Keras' function first. A shape is that for this replica's rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import tensorflow as tf
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice
 
-# It takes Keras' own function, the replica slice, the seed of this draw, and Keras' arguments.
 Draw = Callable[..., Any]
 
 # The random bits of one value of Philox' counter.
@@ -38,8 +39,8 @@ def by_parts(
 ) -> Any:
     """Returns `draw(replica_slice, seed, **arguments)`, part by part if rows were concatenated.
 
-    A batch may be concatenated with another one along the rows, as for a discriminator. Then each
-    part has its own place among the numbers that one device draws.
+    A batch may be concatenated with another one along the rows, as for a discriminator. Then the
+    numbers of each part stand together in the tensor that one device draws.
 
     Args:
         draw: one of `DRAWS` with Keras' function.
@@ -55,37 +56,42 @@ def by_parts(
         if parts is not None and "x" not in arguments:
             row_labels.mark(drawn, row_labels.rows(parts))
         elif tensor is None:
-            known = not any(tf.is_tensor(size) for size in _as_list(shape))
+            is_known = not any(tf.is_tensor(size) for size in _as_list(shape))
             reason = "random numbers of a shape that does not count the rows of the batch"
-            row_labels.mark(drawn, row_labels.ALIKE if known else row_labels.local(reason))
+            row_labels.mark(drawn, row_labels.ALIKE if is_known else row_labels.local(reason))
         return drawn
-    read = tf.maximum(replica_slice.own_rows, 1)
-    before, drawn = 0, []
-    # Parameters may have rows, too, such as a mean for each row.
-    pieces = {
-        name: tf.split(value, [k * read for k in parts])
+    read_rows = tf.maximum(replica_slice.own_rows, 1)
+    entries_before, drawn = 0, []
+    # Other arguments may have rows, too, such as a mean for each row.
+    split_arguments = {
+        name: tf.split(value, [entries * read_rows for entries in parts])
         for name, value in arguments.items()
         if isinstance(value, tf.Tensor) and value.dtype.is_floating and _parts_of(value) == parts
     }
-    # `noise_shape` counts the rows where a dropout has one mask for many entries of a row.
-    counting = [
+    # `noise_shape` counts the rows if a dropout has one mask for many entries of a row.
+    row_shapes = [
         name
         for name in ("shape", "noise_shape")
         if arguments.get(name) is not None and _parts_of(arguments[name]) == parts
     ]
-    for number, k in enumerate(parts):
-        # The draws multiply these by `k`, the number of entries of an example in this part.
-        first = replica_slice.first_row + before * replica_slice.global_rows // k
-        rows = replica_slice.global_rows * sum(parts) // k
-        own = replica_slice._replace(first_row=first, global_rows=rows)
-        given = arguments | {name: piece[number] for name, piece in pieces.items()}
-        for name in counting:
-            given[name] = [tf.cast(k * read, tf.int32), *_as_list(arguments[name])[1:]]
-        drawn.append(draw(own, seed, **given))
-        before += k
-    found = tf.concat(drawn, 0)
-    row_labels.mark(found, row_labels.rows(parts))
-    return found
+    for index, entries in enumerate(parts):
+        # The draws multiply these by `entries`, the number of entries of an example in this part.
+        first = replica_slice.first_row + entries_before * replica_slice.global_rows // entries
+        rows = replica_slice.global_rows * sum(parts) // entries
+        part_slice = replica_slice._replace(first_row=first, global_rows=rows)
+        part_arguments = arguments | {
+            name: values[index] for name, values in split_arguments.items()
+        }
+        for name in row_shapes:
+            part_arguments[name] = [
+                tf.cast(entries * read_rows, tf.int32),
+                *_as_list(arguments[name])[1:],
+            ]
+        drawn.append(draw(part_slice, seed, **part_arguments))
+        entries_before += entries
+    concatenated = tf.concat(drawn, 0)
+    row_labels.mark(concatenated, row_labels.rows(parts))
+    return concatenated
 
 
 def _parts_of(value: Any) -> tuple[int, ...] | None:
@@ -113,14 +119,6 @@ def uniform(
 
     If the first axis of the shape counts rows, these are the numbers of this replica's rows in the
     tensor of the global batch. Otherwise all replicas draw the same numbers.
-
-    Args:
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        shape: the shape for this replica's rows.
-        minval: the least number.
-        maxval: the upper end of the interval.
-        dtype: a type of floating point or whole numbers.
     """
     dtype = tf.as_dtype(dtype)
     low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
@@ -143,17 +141,11 @@ def randint(
 ) -> tf.Tensor:
     """Returns whole numbers in [minval, maxval); see `uniform`.
 
-    Args:
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        shape: the shape for this replica's rows.
-        minval: the least number.
-        maxval: the upper end of the interval.
-        dtype: the type of the result. Types other than int32 and int64 are drawn as int64.
+    Types other than int32 and int64 are drawn as int64.
     """
-    known = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
-    drawn = dtype if known else "int64"
-    return tf.cast(uniform(replica_slice, seed, shape, minval, maxval, drawn), dtype)
+    is_drawn_as_it_is = keras.backend.standardize_dtype(dtype) in ("int32", "int64")
+    drawn_dtype = dtype if is_drawn_as_it_is else "int64"
+    return tf.cast(uniform(replica_slice, seed, shape, minval, maxval, drawn_dtype), dtype)
 
 
 def normal(
@@ -164,16 +156,7 @@ def normal(
     stddev: Any,
     dtype: Any,
 ) -> tf.Tensor:
-    """Returns normal numbers, as `tf.random.stateless_normal` draws them; see `uniform`.
-
-    Args:
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        shape: the shape for this replica's rows.
-        mean: the mean of the distribution.
-        stddev: the standard deviation of the distribution.
-        dtype: a floating point type.
-    """
+    """Returns normal numbers, as `tf.random.stateless_normal` draws them; see `uniform`."""
     dtype = tf.as_dtype(dtype)
     numbers = _aligned(
         replica_slice, shape, dtype.size, seed, tf.raw_ops.StatelessRandomNormalV2, dtype=dtype
@@ -191,20 +174,14 @@ def dropout(
 ) -> tf.Tensor:
     """Returns the inputs with some elements 0 and the others scaled by 1 / (1 - rate).
 
-    Args:
-        original: Keras' function, which is not called.
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        inputs: this replica's rows.
-        rate: the part of the elements that become 0.
-        noise_shape: the shape of the mask, where None stands for a size of `inputs`; None for all.
+    `noise_shape` is the shape of the mask, where None stands for a size of `inputs`.
     """
     sizes = shape_of(inputs)
     if noise_shape is not None:
         sizes = [sizes[i] if size is None else size for i, size in enumerate(noise_shape)]
 
     def sample(shape: Any, dtype: Any) -> Any:
-        # These are the same sizes, but all unknown.
+        # `shape` has the same sizes as `sizes`, but all are unknown.
         del shape
         return uniform(replica_slice, seed, sizes, 0, 1, dtype)
 
@@ -216,29 +193,22 @@ def from_whole(
 ) -> tf.Tensor:
     """Returns this replica's rows of the numbers that one device draws for the global batch.
 
-    This is for distributions whose numbers cannot be drawn without those before them. So each
-    replica draws the numbers of all rows, and keeps its own. If a parameter is a tensor, it has the
-    values of this replica alone. Then the replica draws with a seed of its own (`seed_of_slice`).
-
-    Args:
-        original: Keras' function.
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        shape: the shape for this replica's rows.
-        **parameters: further arguments of Keras' function.
+    The numbers of some distributions cannot be drawn without those before them. So each replica
+    draws the numbers of all rows, and keeps its own. If a parameter is a tensor, it has the values
+    of this replica alone. Then the replica draws with its own seed (`seed_of_slice`).
     """
     shape = _as_list(shape)
     rows = _rows_per_row(replica_slice, shape)
-    own = any(getattr(value, "shape", ()) for value in parameters.values())
+    has_own_parameters = any(getattr(value, "shape", ()) for value in parameters.values())
     if rows is None:
         return original(shape, **parameters, seed=_Drawn(seed))
-    if own:
+    if has_own_parameters:
         return original(shape, **parameters, seed=_Drawn(seed_of_slice(replica_slice, seed, shape)))
     # If the first axis counts no rows after all, all replicas draw the same numbers.
     size = tf.where(rows > 0, replica_slice.global_rows * rows, tf.cast(shape[0], tf.int64))
-    whole = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=_Drawn(seed))
-    first = replica_slice.first_row * rows
-    return tf.reshape(whole[first : first + tf.cast(shape[0], tf.int64)], shape)
+    all_numbers = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=_Drawn(seed))
+    first_number = replica_slice.first_row * rows
+    return tf.reshape(all_numbers[first_number : first_number + tf.cast(shape[0], tf.int64)], shape)
 
 
 def categorical(
@@ -249,44 +219,27 @@ def categorical(
     num_samples: int,
     dtype: Any,
 ) -> tf.Tensor:
-    """Returns samples for each row of `logits`, as one device draws them for the global batch.
-
-    Args:
-        original: Keras' function.
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        logits: this replica's rows.
-        num_samples: the number of samples for each row.
-        dtype: the type of the result.
-    """
+    """Returns samples for each row of `logits`, as one device draws them for the global batch."""
     logits = tf.convert_to_tensor(logits)
     rows = _rows_per_row(replica_slice, shape_of(logits))
     if rows is None:
         return original(logits, num_samples, dtype, seed=_Drawn(seed))
-    # The kernel's numbers for a row depend on its position, and not on the values of other rows.
-    before = tf.cast(replica_slice.first_row * rows, tf.int32)
-    padded = tf.pad(logits, [[before, 0], [0, 0]])
-    return original(padded, num_samples, dtype, seed=_Drawn(seed))[before:]
+    # The numbers for a row depend on its position, but not on the values of other rows.
+    rows_before = tf.cast(replica_slice.first_row * rows, tf.int32)
+    padded = tf.pad(logits, [[rows_before, 0], [0, 0]])
+    return original(padded, num_samples, dtype, seed=_Drawn(seed))[rows_before:]
 
 
 def shuffle(
     original: Draw, replica_slice: ReplicaSlice, seed: tf.Tensor, x: Any, axis: int
 ) -> tf.Tensor:
-    """Returns `x` in another order along `axis`; each replica shuffles its own rows.
-
-    Args:
-        original: Keras' function.
-        replica_slice: this replica's slice.
-        seed: the seed of this draw.
-        x: this replica's values.
-        axis: the axis to shuffle.
-    """
+    """Returns `x` in another order along `axis`. Each replica shuffles its own rows."""
     size = shape_of(tf.convert_to_tensor(x))[axis]
     return original(x, axis, seed=_Drawn(seed_of_slice(replica_slice, seed, [size])))
 
 
 def _of_our_own(draw: Draw) -> Draw:
-    """Returns a draw that gets Keras' function, like the others of `DRAWS`, and ignores it."""
+    """Returns a draw that also takes Keras' function, and ignores it."""
     return lambda original, replica_slice, seed, **arguments: draw(replica_slice, seed, **arguments)
 
 
@@ -306,7 +259,7 @@ DRAWS: dict[str, Draw] = {
 
 
 def seed_of_slice(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
-    """Returns a seed of this replica's own if a shape begins with rows; else the same seed."""
+    """Returns this replica's own seed if a shape begins with rows; else the given seed."""
     rows = _rows_per_row(replica_slice, shape)
     if rows is None:
         return seed
@@ -324,7 +277,7 @@ class _Drawn(keras.random.SeedGenerator):
 
 
 def shape_of(value: Any) -> list[Any]:
-    """Returns a tensor's shape: whole numbers where they are known, and tensors elsewhere."""
+    """Returns a tensor's shape, with whole numbers for known sizes and tensors for others."""
     dynamic = tf.shape(value)
     return [dynamic[i] if size is None else size for i, size in enumerate(value.shape)]
 
@@ -332,7 +285,7 @@ def shape_of(value: Any) -> list[Any]:
 def _aligned(
     replica_slice: ReplicaSlice,
     shape: Any,
-    bytes_each: int,
+    number_bytes: int,
     seed: tf.Tensor,
     draw: Callable[..., Any],
     **options: Any,
@@ -342,7 +295,7 @@ def _aligned(
     Args:
         replica_slice: this replica's slice.
         shape: the shape for this replica's rows.
-        bytes_each: the size of one number.
+        number_bytes: the size of one number.
         seed: the seed of this draw.
         draw: an operation of TensorFlow that draws by a key and a counter.
         **options: further arguments of `draw`.
@@ -355,14 +308,18 @@ def _aligned(
     if rows is None:
         start = tf.constant(0, tf.int64)
     else:
-        start = replica_slice.first_row * rows * tf.math.floordiv(count, _at_least_one(shape[0]))
-    # So many numbers come from one value of the counter.
-    together = _BITS // max(32, 8 * bytes_each)
+        start = (
+            replica_slice.first_row
+            * rows
+            * tf.math.floordiv(count, tf.maximum(tf.cast(shape[0], tf.int64), 1))
+        )
+    # How many numbers come from one value of the counter.
+    per_counter = _BITS // max(32, 8 * number_bytes)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    low = counter[0] + tf.cast(start // together, tf.uint64)
+    low = counter[0] + tf.cast(start // per_counter, tf.uint64)
     # The counter has two halves of 64 bits. If the lower half overflows, the upper one grows by 1.
     high = counter[1] + tf.cast(low < counter[0], tf.uint64)
-    skip = start % together
+    skip = start % per_counter
     numbers = draw(
         shape=tf.reshape(skip + count, [1]),
         key=key,
@@ -375,13 +332,9 @@ def _aligned(
 
 def _as_list(shape: Any) -> list[Any]:
     if isinstance(shape, tf.Tensor):
-        known = tf.get_static_value(shape)
-        return [int(size) for size in known] if known is not None else tf.unstack(shape)
+        sizes = tf.get_static_value(shape)
+        return [int(size) for size in sizes] if sizes is not None else tf.unstack(shape)
     return list(shape)
-
-
-def _at_least_one(size: Any) -> tf.Tensor:
-    return tf.maximum(tf.cast(size, tf.int64), 1)
 
 
 def _rows_per_row(replica_slice: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
@@ -394,9 +347,9 @@ def _rows_per_row(replica_slice: ReplicaSlice, shape: list[Any]) -> tf.Tensor | 
         return None
     size = tf.get_static_value(shape[0])
     if size is None:
-        read = tf.maximum(replica_slice.own_rows, 1)
+        read_rows = tf.maximum(replica_slice.own_rows, 1)
         size = tf.cast(shape[0], tf.int64)
-        return tf.where(size % read == 0, size // read, 0)
+        return tf.where(size % read_rows == 0, size // read_rows, 0)
     if replica_slice.read_rows is None or int(size) % replica_slice.read_rows:
         return None
     return tf.constant(int(size) // replica_slice.read_rows, tf.int64)

@@ -38,16 +38,16 @@ def reduce_gradients(
 ) -> list[Any]:
     """Returns the gradients of the global batch, the same on every replica.
 
-    The gradients are summed without weights where no `ReplicaSlice` is set. This is so for
-    gradients that were weighted before, and in a training loop of the user's own, which scales its
-    losses as tf.distribute's guide says.
+    Without a current `ReplicaSlice` the gradients are summed without weights. They were weighted
+    before then, or come from a training loop of the user's own, which scales its losses as
+    tf.distribute's guide says.
 
     Args:
         gradients: tensors, `tf.IndexedSlices`, or None, which stays None.
-        wire: the type in which dense float32 gradients travel; None means their own type. Gradients
-            of 16 bits are added in float32, except where TensorFlow's own collectives serve.
-        by_bytes: the size of a bucket. Gradients are summed in buckets of about so many bytes, the
-            last layers' first, while other gradients are computed. 0 means one sum of all.
+        wire: the type in which dense float32 gradients are sent; None means their own type.
+            Gradients of 16 bits are added in float32, except by TensorFlow's own collectives.
+        by_bytes: the size of a bucket. Gradients are summed in buckets of about this size while
+            other gradients are computed, those of the last layers first. 0 means a single bucket.
         names: the names of the variables, for `Watchdog`; empty if they are not known.
 
     Raises:
@@ -69,7 +69,8 @@ def reduce_gradients(
             raise
         raise ModelError(
             "the train_step applies gradients inside a condition, a loop or a tf.function of its "
-            "own, where replicas cannot meet. Compute them there, and apply them outside."
+            "own, where replicas cannot exchange values. Compute them there, and apply them "
+            "outside."
         ) from None
     of_all = [None if g is None else next(reduced) for g in gradients]
     for gradient in of_all:
@@ -82,33 +83,30 @@ def _summed_by_lookups(
 ) -> list[Any]:
     """Returns what `summed` does; a lookup that is alike on all replicas stays one lookup."""
     # The values to sum: each dense gradient, and each lookup of an IndexedSlices.
-    parts: list[Any] = []
+    values: list[Any] = []
     labels: list[str] = []
     for gradient, name in zip(gradients, names or [""] * len(gradients), strict=True):
-        before = len(parts)
+        parts = [gradient]
         if isinstance(gradient, tf.IndexedSlices):
-            parts += [
+            parts = [
                 lookup.values
                 if lookup.is_alike
                 else tf.IndexedSlices(lookup.values, lookup.indices, gradient.dense_shape)
                 for lookup in lookups_in(gradient)
             ]
-        else:
-            parts.append(gradient)
-        labels += [name] * (len(parts) - before)
-    totals = iter(summed(parts, wire, by_bytes, labels))
+        values += parts
+        labels += [name] * len(parts)
+    totals = iter(summed(values, wire, by_bytes, labels))
 
     def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Returns the gradient that joins the summed lookups of an IndexedSlices."""
-        found = []
-        for lookup in lookups_in(gradient):
-            total = next(totals)
-            if not lookup.is_alike:
-                total = Lookup(total.values, total.indices, False)
-            else:
-                total = Lookup(total, lookup.indices, True)
-            found.append(total)
-        return joined_lookups(found, gradient)
+        summed_lookups = [
+            Lookup(total, lookup.indices, True)
+            if lookup.is_alike
+            else Lookup(total.values, total.indices, False)
+            for lookup, total in zip(lookups_in(gradient), totals, strict=False)
+        ]
+        return joined_lookups(summed_lookups, gradient)
 
     return [
         of_lookups(gradient) if isinstance(gradient, tf.IndexedSlices) else next(totals)
@@ -126,26 +124,26 @@ def summed(
 
     Args:
         values: tensors or `tf.IndexedSlices`.
-        wire: the type in which dense float32 values travel; see `reduce_gradients`.
+        wire: the type in which dense float32 values are sent; see `reduce_gradients`.
         by_bytes: the size of a bucket; see `reduce_gradients`.
-        names: what each value is, in words; empty if that is not known.
+        names: a description of each value; empty if there are none.
     """
     narrow = [_narrow(value, wire) for value in values]
-    found = _by_collectives(values, narrow, by_bytes, names or [""] * len(values))
-    rest = [i for i in range(len(values)) if i not in found]
-    if rest:
-        found |= zip(rest, _all_reduced([narrow[i] for i in rest], by_bytes), strict=True)
-    pairs = ((found[i], value.dtype) for i, value in enumerate(values))
+    sums = _by_collectives(values, narrow, by_bytes, names or [""] * len(values))
+    missing = [i for i in range(len(values)) if i not in sums]
+    if missing:
+        sums |= zip(missing, _all_reduced([narrow[i] for i in missing], by_bytes), strict=True)
+    pairs = ((sums[i], value.dtype) for i, value in enumerate(values))
     return [total if total.dtype == dtype else tf.cast(total, dtype) for total, dtype in pairs]
 
 
 def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
-    """Returns sums by `replica_threads`, or by TensorFlow if that does not serve here."""
-    found = replica_threads.totals(values)
-    if found is None:
+    """Returns sums by `replica_threads`, or by TensorFlow where that returns None."""
+    sums = replica_threads.totals(values)
+    if sums is None:
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
-        found = tf.distribute.get_replica_context().all_reduce(SUM, list(values), options)
-    return found
+        sums = tf.distribute.get_replica_context().all_reduce(SUM, list(values), options)
+    return sums
 
 
 def _by_collectives(
@@ -153,44 +151,44 @@ def _by_collectives(
 ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
     """Returns the sums that `collectives` makes, by the index of the value.
 
-    The result is empty where `collectives` does not serve the graph that is built now. It lacks
-    dense values whose shape is not known.
+    The result is empty where `collectives` cannot be used. It lacks dense values whose shape is not
+    known.
 
     Args:
         values: tensors or `tf.IndexedSlices`.
-        narrow: the same values in the types in which they travel.
+        narrow: the same values in the types in which they are sent.
         by_bytes: the size of a bucket; see `reduce_gradients`.
-        names: what each value is, in words.
+        names: a description of each value.
     """
-    if not collectives.are_there():
+    if not collectives.are_in_use():
         return {}
     packs = _packs(narrow, by_bytes)
     flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
     slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     totals = collectives.begin_totals(
-        [p[0] if len(p) == 1 else tf.concat(p, 0) for p in flat],
+        [tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0) for tensors in flat],
         [", ".join(filter(None, (names[i] for i in pack))) for pack in packs],
     )
-    # All rows are sent, too, before the first wait, which is in `totals()`.
+    # All rows are sent before `totals()`, which waits for the other workers.
     rows = collectives.begin_rows(
         [v for i in slices for v in (values[i].values, values[i].indices)]
     )
-    found: dict[int, Any] = {}
+    sums: dict[int, Any] = {}
     for pack, total in zip(packs, totals() if totals else (), strict=False):
         sizes = [narrow[i].shape.num_elements() for i in pack]
         parts = [total] if len(pack) == 1 else tf.split(total, sizes)
         for i, part in zip(pack, parts, strict=True):
-            found[i] = tf.reshape(part, values[i].shape)
-    gathered = iter(rows() if rows else ())
-    for i, values_of_all, indices in zip(slices, gathered, gathered, strict=False):
-        found[i] = tf.IndexedSlices(values_of_all, indices, values[i].dense_shape)
-    return found
+            sums[i] = tf.reshape(part, values[i].shape)
+    remaining = iter(rows() if rows else ())
+    for i, values_of_all, indices in zip(slices, remaining, remaining, strict=False):
+        sums[i] = tf.IndexedSlices(values_of_all, indices, values[i].dense_shape)
+    return sums
 
 
 def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
     """Returns the indices of dense gradients in buckets, the last layers' first.
 
-    All gradients of a bucket have one type. A gradient that is as large as a bucket travels alone,
+    All gradients of a bucket have one type. A gradient that is as large as a bucket is sent alone,
     so it need not be copied together with others.
     """
     packs: list[list[int]] = []
@@ -203,24 +201,24 @@ def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
         if 0 < by_bytes <= size:
             packs.append([i])
             continue
-        pack, before = open_packs.get(gradient.dtype, ([], 0))
+        pack, bytes_before = open_packs.get(gradient.dtype, ([], 0))
         if not pack:
             packs.append(pack)
         pack.append(i)
-        full = 0 < by_bytes <= before + size
-        open_packs[gradient.dtype] = ([], 0) if full else (pack, before + size)
+        full = 0 < by_bytes <= bytes_before + size
+        open_packs[gradient.dtype] = ([], 0) if full else (pack, bytes_before + size)
     return packs
 
 
 def _narrow(gradient: Any, wire: tf.DType | None) -> Any:
-    """Returns a gradient in the type in which it travels."""
-    # An IndexedSlices keeps its type: its rows are few, and no collective gathers bfloat16.
+    """Returns a gradient in the type in which it is sent."""
+    # An IndexedSlices keeps its type: it has few rows, and no collective gathers bfloat16.
     dense = not isinstance(gradient, tf.IndexedSlices)
     return tf.cast(gradient, wire) if wire and dense and gradient.dtype == tf.float32 else gradient
 
 
 def weighed(gradient: Any, weight: tf.Tensor) -> Any:
-    """Returns a gradient times a slice's weight; with weight 0 it is 0, even for NaN."""
+    """Returns a gradient times a slice's weight. With a weight of 0 it is 0, even for NaN."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.math.multiply_no_nan(gradient.values, tf.cast(weight, gradient.values.dtype))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
@@ -249,23 +247,23 @@ def rows_of(batch: Any, start: Any, stop: Any) -> Any:
         stop: the row after the last one.
     """
 
-    def cut(value: Any) -> Any:
+    def rows(value: Any) -> Any:
         if isinstance(value, tf.SparseTensor):
-            begin, end = (tf.cast(at, tf.int64) for at in (start, stop))
+            begin, end = (tf.cast(row, tf.int64) for row in (start, stop))
             rest = value.dense_shape[1:]
             first = tf.concat([[begin], tf.zeros_like(rest)], 0)
             return tf.sparse.slice(value, first, tf.concat([[end - begin], rest], 0))
         return value[start:stop]
 
-    return tf.nest.map_structure(cut, batch, expand_composites=False)
+    return tf.nest.map_structure(rows, batch, expand_composites=False)
 
 
 def gather_rows(value: tf.Tensor) -> tf.Tensor:
     """Returns the rows of `value` of all replicas, in the order of the replicas.
 
     The replicas may have different numbers of rows. TensorFlow's `all_gather` promises no order
-    over several workers with several replicas each. Where it gathers the rows, it gathers the
-    replicas' numbers, too, and the rows are sorted by them.
+    over several workers with several replicas each. So this function also gathers the replicas'
+    numbers, and sorts the rows by them.
 
     Raises:
         ModelError: the value has strings.
@@ -279,12 +277,12 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
             "predict cannot gather strings from several workers. Return numbers from the model, "
             "or predict with plain Keras on one device."
         )
-    found = collectives.begin_rows([value])
-    if found is not None:
-        return found()[0]
-    near = replica_threads.rows(value)
-    if near is not None:
-        return near
+    receive = collectives.begin_rows([value])
+    if receive is not None:
+        return receive()[0]
+    of_process = replica_threads.gather_rows(value)
+    if of_process is not None:
+        return of_process
     context = tf.distribute.get_replica_context()
     number = tf.cast(context.replica_id_in_sync_group, tf.int32)
     numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)
@@ -304,24 +302,24 @@ def total(value: tf.Tensor) -> tf.Tensor:
 
 
 def _total(value: tf.Tensor) -> tf.Tensor:
-    """Returns what `total` does, without a gradient."""
+    """Returns what `total` returns, without a gradient."""
     refuse_to_compile("takes a sum over all replicas")
-    begun = collectives.begin_totals([value])
-    return _all_reduced([value])[0] if begun is None else begun()[0]
+    receive = collectives.begin_totals([value])
+    return _all_reduced([value])[0] if receive is None else receive()[0]
 
 
 def of_all_replicas(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the global batch by a value that is the same on all replicas.
 
     The gradient of the global batch is the mean over the replicas, weighted by their rows
-    (`reduce_gradients`). So each replica's part counts by its weight. A gradient of the result by
-    `upstream`, as in a gradient of a gradient, is such a mean, too.
+    (`reduce_gradients`). So each replica's part is multiplied by its weight. The same holds for the
+    gradient of this result by `upstream`.
 
     Args:
         replica_slice: this replica's slice.
         upstream: this replica's part of the gradient.
     """
-    # A lookup of rows (`tf.gather`) has a gradient with gaps, tf.IndexedSlices.
+    # The gradient of a lookup of rows (`tf.gather`) is a tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
     own = tf.math.multiply_no_nan(upstream, tf.cast(replica_slice.weight, upstream.dtype))
     return _with_gradient(upstream, _total(own), functools.partial(of_all_replicas, replica_slice))
@@ -330,7 +328,7 @@ def of_all_replicas(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tens
 def rows_of_all(
     replica_slice: ReplicaSlice,
     rows: tf.Tensor,
-    each: Any = 1,
+    entries: Any = 1,
     of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """Returns the rows of all replicas; the gradient of a row goes back to the replica that has it.
@@ -338,28 +336,28 @@ def rows_of_all(
     Args:
         replica_slice: this replica's slice.
         rows: the rows that this replica reads.
-        each: how many entries of axis 0 a row has.
-        of_all: returns the gradient by the rows of all replicas, from this replica's part of it.
-            None means `of_all_replicas`.
+        entries: how many entries of axis 0 a row has.
+        of_all: takes this replica's part of the gradient by the rows of all replicas, and returns
+            the whole gradient. None means `of_all_replicas`.
     """
     of_all = of_all or functools.partial(of_all_replicas, replica_slice)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(rows: tf.Tensor) -> Any:
-        read = tf.shape(rows, tf.int64)[0]
+        read_rows = tf.shape(rows, tf.int64)[0]
 
-        def back(upstream: tf.Tensor) -> tf.Tensor:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
-            first = each * replica_slice.first_row
-            own = of_all(upstream)[first : first + read]
+            first = entries * replica_slice.first_row
+            own = of_all(upstream)[first : first + read_rows]
             return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
-        return gather_rows(rows[: each * replica_slice.own_rows]), back
+        return gather_rows(rows[: entries * replica_slice.own_rows]), gradient
 
     return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
 
 
-def of_each(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+def gather_values(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in the order of the replicas.
 
     Args:
@@ -372,38 +370,38 @@ def of_each(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     refuse_to_compile("takes the statistics of all replicas")
     context = tf.distribute.get_replica_context()
     number, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
-    found = collectives.gather(value)
-    if found is None:
-        found = replica_threads.each(value)
-    if found is None:
-        place = tf.one_hot(number, replicas, dtype=value.dtype)
-        found = context.all_reduce(SUM, tf.tensordot(place, value, axes=0))
+    gathered = collectives.gather(value)
+    if gathered is None:
+        gathered = replica_threads.gather(value)
+    if gathered is None:
+        one_hot = tf.one_hot(number, replicas, dtype=value.dtype)
+        gathered = context.all_reduce(SUM, tf.tensordot(one_hot, value, axes=0))
 
-    def back(upstream: tf.Tensor) -> tf.Tensor:
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
         # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
         own = of_all_replicas(replica_slice, upstream)[number]
         return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
-    return _with_gradient(value, found, back)
+    return _with_gradient(value, gathered, gradient)
 
 
 def _with_gradient(
-    value: tf.Tensor, found: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
+    value: tf.Tensor, result: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.Tensor:
-    """Returns `found`, made from all replicas' values, with a gradient by this replica's `value`.
+    """Returns `result`, made from all replicas' values, with a gradient by this replica's `value`.
 
-    `found` is an argument of the inner function, too. TensorFlow looks for variables in everything
-    that leads to a tensor which a function with a gradient of its own uses without taking it as an
-    argument. Here it would search the whole networks of the other replicas.
+    `result` is an argument of the inner function, too. If a function with a custom gradient uses a
+    tensor that is not an argument, TensorFlow searches all operations behind it for variables. Here
+    it would search the whole networks of the other replicas.
     """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def given(value: tf.Tensor, found: tf.Tensor) -> Any:
-        return tf.identity(found), lambda upstream: (gradient(upstream), None)
+    def identity(value: tf.Tensor, result: tf.Tensor) -> Any:
+        return tf.identity(result), lambda upstream: (gradient(upstream), None)
 
-    given_gradient: tf.Tensor = given(value, found)
-    row_labels.mark(given_gradient, row_labels.ALIKE)
-    return given_gradient
+    marked: tf.Tensor = identity(value, result)
+    row_labels.mark(marked, row_labels.ALIKE)
+    return marked
 
 
 def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -417,10 +415,10 @@ def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return list(values)
     totals: dict[int, tf.Tensor] = {}
     for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
-        places = [i for i, v in enumerate(values) if v.dtype == dtype]
-        packed = tf.concat([tf.reshape(values[i], [-1]) for i in places], axis=0)
-        parts = tf.split(total(packed), [values[i].shape.num_elements() for i in places])
-        for i, part in zip(places, parts, strict=True):
+        indices = [i for i, v in enumerate(values) if v.dtype == dtype]
+        packed = tf.concat([tf.reshape(values[i], [-1]) for i in indices], axis=0)
+        parts = tf.split(total(packed), [values[i].shape.num_elements() for i in indices])
+        for i, part in zip(indices, parts, strict=True):
             totals[i] = tf.reshape(part, values[i].shape)
     return [totals[i] for i in range(len(values))]
 
@@ -431,7 +429,7 @@ def global_metrics(
     results: Callable[[list[tf.Tensor]], Results],
     extra: Sequence[tf.Tensor],
 ) -> tuple[Results, list[tf.Tensor]]:
-    """Returns the metrics of all replicas' data so far, and `extra` summed over replicas.
+    """Returns the metrics over the data of all replicas so far, and `extra` summed over replicas.
 
     Each replica holds its own part of a metric's state. The states are added up, or averaged where
     the variable's aggregation says so, and the results are computed from these totals. The
@@ -441,7 +439,7 @@ def global_metrics(
         variables: the metrics' Keras variables.
         values: the values of these variables on this replica.
         results: computes the results from those variables, and from the summed `extra`.
-        extra: more scalars to add up in the same collective.
+        extra: further scalars to add up in the same collective.
     """
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync

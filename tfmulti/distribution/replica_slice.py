@@ -1,8 +1,8 @@
 """Describes the slice of the global batch that one replica computes in a step.
 
-A replica's step runs inside `computing(replica_slice)`. Some code must know about the other rows of
-the global batch while the user's code runs: losses, gradients, random numbers, normalization and
-metrics. That code asks `current()`. Everything here runs in replica context.
+A replica's step runs inside `computing(replica_slice)`. The patches of losses, gradients, random
+numbers, normalization and metrics must know about the other rows of the global batch. They call
+`current()`. Everything here runs in replica context.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ class ReplicaSlice(NamedTuple):
     """The rows of the global batch that one replica computes at a time.
 
     Attributes:
-        weight: this slice's part of the rows over which gradients are averaged, float64 scalar.
-            These are the rows of the global batch. The weight
-            is 0 if the replica has no rows. It then reads one row that does not count.
-        own_rows: how many rows count, int64 scalar.
+        weight: this slice's part of the rows of the global batch, over which gradients are
+            averaged, float64 scalar. It is 0 if the replica has no rows. The replica then reads one
+            row that does not count.
+        own_rows: the number of this slice's rows that count, int64 scalar.
         first_row: the position of the first row that is read in the global batch, int64 scalar.
         global_rows: the number of rows of the global batch, int64 scalar.
         read_rows: the number of rows that are read, if it is known before the step runs; else None.
-        is_whole: whether this is always the whole global batch: one replica and one pass.
-        sync_batch_norm: whether batch statistics are those of all replicas, whatever the layers
-            say.
+        is_whole: whether the slice is always the whole global batch, with one replica and one pass.
+        sync_batch_norm: whether all batch statistics are those of all replicas, also in layers
+            that are not synchronized.
         seeds: the generator of draws without a seed; None means Keras' own.
-        note_gather: is called while the step is traced, if the step gathers the rows of all
-            replicas.
-        note_unknown: is called with a reason while the step is traced, if the step takes a value
-            and it is not known how that value depends on the rows.
+        note_gather: is called during tracing if the step gathers the rows of all replicas.
+        note_unknown: is called with a reason during tracing if the step uses a value, and it is not
+            known how that value depends on the rows.
         model: the model whose step is traced.
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.
@@ -56,23 +55,23 @@ class ReplicaSlice(NamedTuple):
     def alone(self) -> ReplicaSlice:
         """Returns the same slice, marked as the whole global batch.
 
-        Inside `computing` of it, Keras computes its own numbers from the rows that are there.
+        Inside `computing` of it, Keras computes its own numbers from the rows that it gets.
         """
         return self._replace(is_whole=True)
 
 
-def part_of(rows: tf.Tensor, of: tf.Tensor) -> tf.Tensor:
-    """Returns the quotient of two numbers of rows in float64, or 0 if the divisor is 0."""
-    return tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(of, tf.float64))
+def part_of(rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+    """Returns the quotient of two numbers of rows in float64, or 0 for a divisor of 0."""
+    return tf.math.divide_no_nan(tf.cast(rows, tf.float64), tf.cast(total, tf.float64))
 
 
 Value = TypeVar("Value")
 
 
 class PerThread(Generic[Value]):
-    """A value that each thread has for itself.
+    """A separate value for each thread.
 
-    TensorFlow traces each replica of a process in a thread of its own.
+    TensorFlow traces each replica of a process in its own thread.
     """
 
     def __init__(self, default: Value) -> None:
@@ -86,12 +85,12 @@ class PerThread(Generic[Value]):
     @contextlib.contextmanager
     def set_to(self, value: Value) -> Iterator[Value]:
         """Makes `get()` return this value in this thread, inside the context, and yields it."""
-        before = self.get()
+        outer_value = self.get()
         self._thread.value = value
         try:
             yield value
         finally:
-            self._thread.value = before
+            self._thread.value = outer_value
 
 
 _current: PerThread[ReplicaSlice | None] = PerThread(None)
@@ -126,24 +125,24 @@ def compiling(hindrances: list[str]) -> contextlib.AbstractContextManager[list[s
     """Makes `refuse_to_compile` raise an error in this thread, inside the context.
 
     Args:
-        hindrances: a list that gets the reasons. Keras may raise another error with words of its
-            own, so the caller reads the reasons here.
+        hindrances: the list to which the reasons are added. Keras may replace the error by
+            another one, so the caller reads the reasons there.
     """
     return _hindrances.set_to(hindrances)
 
 
-def refuse_to_compile(what: str) -> None:
+def refuse_to_compile(action: str) -> None:
     """Raises an error if the step is being compiled by XLA, and does nothing otherwise.
 
-    It is called before code that needs all replicas, or gives other numbers in a compiled function.
+    Call it before code that needs all replicas, or that gives other numbers when it is compiled.
 
     Args:
-        what: what the step does, in words that follow "it".
+        action: what the step does, as words that follow "it".
 
     Raises:
         CannotCompileError: the call is inside `compiling`.
     """
     hindrances = _hindrances.get()
     if hindrances is not None:
-        hindrances.append(what)
-        raise CannotCompileError(what)
+        hindrances.append(action)
+        raise CannotCompileError(action)

@@ -1,8 +1,8 @@
 """Sums and gathers values between the replicas of one process, on CPUs.
 
-For each tensor, TensorFlow's collectives take about thirty operations, threads of their own and
-copies. But the replicas of one process are parts of one graph, so each can read the tensors of the
-others. So a sum here is one operation, which is made once for all replicas.
+The replicas of one process are parts of one graph, so each can read the tensors of the others. So a
+sum here is a single operation for all replicas. TensorFlow's collectives take about thirty
+operations for each tensor, and also threads and copies.
 
 The functions return None on GPUs, where NCCL is faster, and for several workers.
 """
@@ -14,11 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-Parts = tuple[tf.Tensor, ...]
-
 
 def totals(values: Sequence[Any]) -> list[Any] | None:
-    """Returns each value summed over all replicas; None where TensorFlow's collectives must serve.
+    """Returns each value summed over all replicas; None on GPUs and for several workers.
 
     float16 and bfloat16 are added in float32 and rounded once. The IndexedSlices of the replicas
     are concatenated.
@@ -26,59 +24,46 @@ def totals(values: Sequence[Any]) -> list[Any] | None:
     Args:
         values: tensors or `tf.IndexedSlices`, one of each on every replica.
     """
-    flat = [part for value in values for part in _parts_of(value)]
-    ways = [way for value in values for way in _ways_of(value)]
-    found = _from_parts(flat, ways)
-    if found is None:
-        return None
-    left = iter(found)
-    return [
-        tf.IndexedSlices(next(left), next(left), value.dense_shape)
-        if isinstance(value, tf.IndexedSlices)
-        else next(left)
-        for value in values
-    ]
+    return _merged(values, _sum)
 
 
-def each(value: tf.Tensor) -> tf.Tensor | None:
-    """Returns every replica's value, `[replicas, ...]` in their order; None as in `totals`."""
-    found = _from_parts([value], [tf.stack])
-    return None if found is None else found[0]
+def gather(value: tf.Tensor) -> tf.Tensor | None:
+    """Returns `[replicas, ...]`, every replica's value in their order; None as in `totals`."""
+    merged = _merged([value], tf.stack)
+    return None if merged is None else merged[0]
 
 
-def rows(value: tf.Tensor) -> tf.Tensor | None:
+def gather_rows(value: tf.Tensor) -> tf.Tensor | None:
     """Returns the rows of all replicas in the order of the replicas; None as in `totals`."""
-    found = _from_parts([value], [_joined])
-    return None if found is None else found[0]
+    merged = _merged([value], lambda parts: tf.concat(parts, 0))
+    return None if merged is None else merged[0]
 
 
-def _from_parts(
-    values: Sequence[tf.Tensor], ways: Sequence[Callable[[Parts], tf.Tensor]]
-) -> list[tf.Tensor] | None:
-    """Returns what each way makes of all replicas' parts of a value, the same on all replicas.
+def _merged(values: Sequence[Any], merge_parts: Callable[[Sequence[Any]], Any]) -> list[Any] | None:
+    """Returns the merged parts of all replicas for each value, the same on all replicas.
 
     Args:
         values: this replica's parts.
-        ways: for each value, the function that gets the parts of all replicas.
+        merge_parts: takes the parts of all replicas for one value.
     """
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
     if not _are_siblings(context.strategy, replicas):
         return None
 
-    def merge(_: tf.distribute.Strategy, *parts: Any) -> list[tf.Tensor]:
-        # TensorFlow gives a tensor that is the same on all replicas as that one tensor.
+    def merge(_: tf.distribute.Strategy, *parts_of_values: Any) -> list[Any]:
+        # A tensor that is the same on all replicas comes as that tensor alone.
         return [
-            way(
-                part.values
-                if isinstance(part, tf.distribute.DistributedValues)
-                else (part,) * replicas
+            merge_parts(
+                parts.values
+                if isinstance(parts, tf.distribute.DistributedValues)
+                else (parts,) * replicas
             )
-            for way, part in zip(ways, parts, strict=True)
+            for parts in parts_of_values
         ]
 
-    found: list[tf.Tensor] = context.merge_call(merge, args=tuple(values))
-    return found
+    merged: list[Any] = context.merge_call(merge, args=tuple(values))
+    return merged
 
 
 def _are_siblings(strategy: tf.distribute.Strategy, replicas: int) -> bool:
@@ -89,21 +74,13 @@ def _are_siblings(strategy: tf.distribute.Strategy, replicas: int) -> bool:
     return len(devices) == replicas and all(device.device_type == "CPU" for device in devices)
 
 
-def _parts_of(value: Any) -> list[tf.Tensor]:
-    """Returns the tensors that a value consists of."""
-    return [value.values, value.indices] if isinstance(value, tf.IndexedSlices) else [value]
-
-
-def _ways_of(value: Any) -> list[Callable[[Parts], tf.Tensor]]:
-    """Returns how the replicas' parts of each of `_parts_of` are put together."""
-    return [_joined, _joined] if isinstance(value, tf.IndexedSlices) else [_sum]
-
-
-def _joined(parts: Parts) -> tf.Tensor:
-    return tf.concat(parts, 0)
-
-
-def _sum(parts: Parts) -> tf.Tensor:
-    if parts[0].dtype not in (tf.float16, tf.bfloat16):
+def _sum(parts: Sequence[Any]) -> Any:
+    """Returns the sum of tensors, or of `tf.IndexedSlices`."""
+    first = parts[0]
+    if isinstance(first, tf.IndexedSlices):
+        values = tf.concat([part.values for part in parts], 0)
+        indices = tf.concat([part.indices for part in parts], 0)
+        return tf.IndexedSlices(values, indices, first.dense_shape)
+    if first.dtype not in (tf.float16, tf.bfloat16):
         return tf.add_n(parts)
-    return tf.cast(tf.add_n([tf.cast(part, tf.float32) for part in parts]), parts[0].dtype)
+    return tf.cast(tf.add_n([tf.cast(part, tf.float32) for part in parts]), first.dtype)

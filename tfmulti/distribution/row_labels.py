@@ -1,7 +1,7 @@
 """Labels the tensors of a step: how each one depends on the rows of the global batch.
 
 A replica traces the user's step for its own rows. Whether a tensor of that graph has the value of
-one device follows from how it was computed. So this module reads the operations behind the tensor:
+one device depends on how it was computed. So this module reads the operations behind the tensor:
 
 - ALIKE: the value is the same on every replica. It is a constant or a weight, or is computed from
   such values.
@@ -11,11 +11,11 @@ one device follows from how it was computed. So this module reads the operations
 - SUM: the value is linear in sums over rows and in means. Its factors are ALIKE or COUNT.
 - GLOBAL: the value is computed in another way from sums, means or rows of the whole batch.
 - MIXED: as ROWS, but computed with values that must be those of the global batch.
-- LOCAL: nothing of this kind is known.
+- LOCAL: none of these is known to be true.
 
-`global_values` makes these tensors the values of one device. An operation that `row_rules` does not
-know is never guessed at. With rows as inputs its result is GLOBAL, so it is computed from the rows
-of all replicas.
+`global_values` makes these tensors the values of one device. The result of an operation
+that `row_rules` does not know is GLOBAL if its inputs have rows. So it is computed from the rows of
+all replicas.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.distribution.row_rules import (
-    Computed,
     Kind,
     Label,
+    Node,
     Parts,
-    has_gradient_of_its_own,
+    has_custom_gradient,
     is_linear,
     is_shape_input,
     leaves_out_rows,
@@ -52,16 +52,16 @@ _READERS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableSha
 
 @dataclass
 class _Marks:
-    """What is known of a graph, by the names of its tensors.
+    """What is known about the tensors of a graph, by their names.
 
     Attributes:
         labels: the labels that are known so far.
-        calls: for each output of a marked layer, the tensors that the layer was given.
+        calls: for each output of a marked layer, the inputs of the layer.
         formulas: results of `tf.custom_gradient` whose gradient is that of the operations behind
             them.
         reductions: sums and means over rows, numbers of rows, and states of metrics.
         metric_handles: the ids of the handles of the metrics' variables.
-        origins: for inputs of functions, the tensors outside that the functions captured.
+        origins: for inputs of functions, the tensors outside that they stand for.
     """
 
     labels: dict[str, Label] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def rows(parts: Parts) -> Label:
 
 
 def local(reason: str) -> Label:
-    """Returns the label of a tensor that is not understood, with the reason."""
+    """Returns the label LOCAL, with the reason why nothing else is known."""
     return Label(Kind.LOCAL, reason=reason)
 
 
@@ -121,27 +121,27 @@ _BRANCHES = ("CondBranchFuncGraph", *_LOOPS)
 
 @contextlib.contextmanager
 def kept_in_branch() -> Iterator[bool]:
-    """Keeps labels inside the context, if a condition or a loop of a labelled graph is built now.
+    """Keeps labels inside the context if a branch or loop of a labelled graph is built now.
 
-    Yields whether that is so. What a branch takes from outside has the label that it has there. The
-    values that a loop carries are not understood.
+    Yields whether that is so. A tensor from outside keeps its label. The values that a loop carries
+    from pass to pass are LOCAL.
     """
-    inner = []
+    branches = []
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None and graph not in _graphs:
-        inner.append(graph)
-        # A function that XLA compiles has a graph within the step's, too, but is no branch.
+        branches.append(graph)
+        # A function that XLA compiles also has a graph inside that of the step, but is no branch.
         is_branch = type(graph).__name__ in _BRANCHES
         graph = getattr(graph, "outer_graph", None) if is_branch else None
     if graph is None:
-        inner = []
-    for each in inner:
-        _graphs[each] = _marks_of_branch(each, _graphs[graph])
+        branches = []
+    for branch in branches:
+        _graphs[branch] = _marks_of_branch(branch, _graphs[graph])
     try:
-        yield bool(inner)
+        yield bool(branches)
     finally:
-        for each in inner:
-            del _graphs[each]
+        for branch in branches:
+            del _graphs[branch]
 
 
 def _marks_of_branch(branch: tf.Graph, marks: _Marks) -> _Marks:
@@ -151,12 +151,12 @@ def _marks_of_branch(branch: tf.Graph, marks: _Marks) -> _Marks:
 
 
 def is_of_condition(reason: str) -> bool:
-    """Returns whether a value is not understood since a condition computes it."""
+    """Returns whether a value is LOCAL because a condition computes it."""
     return reason.endswith(("(If)", "(Case)"))
 
 
 def is_of_loop(reason: str) -> bool:
-    """Returns whether a value is not understood since a loop computes it."""
+    """Returns whether a value is LOCAL because a loop computes it."""
     return reason.endswith("(While)")
 
 
@@ -179,11 +179,11 @@ def mark_call(inputs: Any, outputs: Any) -> None:
     are not read. The parts of ragged and sparse tensors are inputs, too.
     """
     leaves = tf.nest.flatten(inputs, expand_composites=True)
-    given = [t for t in leaves if isinstance(t, tf.Tensor)]
+    input_tensors = [t for t in leaves if isinstance(t, tf.Tensor)]
     for output in tf.nest.flatten(outputs):
         marks = _marks_of(output)
         if marks is not None and output.shape.rank != 0:
-            marks.calls.setdefault(output.name, given)
+            marks.calls.setdefault(output.name, input_tensors)
 
 
 def mark_formula(tensor: Any) -> None:
@@ -202,8 +202,8 @@ def _marks_of(tensor: Any) -> _Marks | None:
 def label_of(value: Any) -> Label:
     """Returns the label of a tensor, or of a number; LOCAL in a graph without labels.
 
-    The labels of all tensors behind it are computed first. The loop keeps a stack of its own, since
-    a recursive function would exceed Python's limit in a long chain of operations.
+    The labels of all tensors behind it are computed first. The loop has a stack, since a recursive
+    function would exceed Python's limit in a long chain of operations.
     """
     if not isinstance(value, tf.Tensor):
         is_number = isinstance(value, (int, float, bool, np.generic, np.ndarray))
@@ -211,43 +211,42 @@ def label_of(value: Any) -> Label:
     marks = _marks_of(value)
     if marks is None:
         return local("a tensor of another graph, or of none")
-    stack, begun = [value], set()
+    stack, visited = [value], set()
     while stack:
-        at = stack[-1]
-        called = marks.calls.get(at.name)
-        inputs = list(at.op.inputs) if called is None else called
-        here = [t for t in inputs if getattr(t, "graph", None) is at.graph]
-        missing = [t for t in here if t.name not in marks.labels]
-        if at.name not in marks.labels and missing:
-            begun.add(at.name)
-            if any(t.name in begun for t in missing):
-                # A marked layer has returned its own input or an older tensor, so the marks lead
-                # in a circle. Drop them, and read the operations.
-                for name in begun:
-                    marks.calls.pop(name, None)
-                stack, begun = [value], set()
-                continue
-            stack += missing
+        tensor = stack[-1]
+        if tensor.name in marks.labels:
+            stack.pop()
             continue
-        stack.pop()
-        if at.name not in marks.labels:
-            labels = [marks.labels[t.name] for t in here]
-            if len(here) < len(inputs):
-                labels.append(local("a tensor of another graph"))
-            found = _called(labels) if called is not None else _computed(marks, at, labels)
-            # Without a label for the call, the operations of the layer are read one by one.
-            if found is None:
-                del marks.calls[at.name]
-                stack.append(at)
-            else:
-                marks.labels[at.name] = found
+        called = marks.calls.get(tensor.name)
+        inputs = list(tensor.op.inputs) if called is None else called
+        graph_inputs = [t for t in inputs if getattr(t, "graph", None) is tensor.graph]
+        missing = [t for t in graph_inputs if t.name not in marks.labels]
+        if missing:
+            visited.add(tensor.name)
+            stack += missing
+            if any(t.name in visited for t in missing):
+                # A marked layer has returned its own input or an older tensor, so the marks form a
+                # cycle. Drop them, and read the operations.
+                for name in visited:
+                    marks.calls.pop(name, None)
+                stack, visited = [value], set()
+            continue
+        labels = [marks.labels[t.name] for t in graph_inputs]
+        if len(graph_inputs) < len(inputs):
+            labels.append(local("a tensor of another graph"))
+        label = _called(labels) if called is not None else _computed(marks, tensor, labels)
+        # If the call gives no label, the operations of the layer are read one by one.
+        if label is None:
+            del marks.calls[tensor.name]
+        else:
+            marks.labels[tensor.name] = label
     return marks.labels[value.name]
 
 
 def is_reduction_of_rows(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor is a sum, mean or number of rows, or a metric's state."""
     marks = _marks_of(tensor)
-    # To compute the label fills `marks.reductions`.
+    # `label_of` also fills `marks.reductions`.
     label_of(tensor)
     return marks is not None and tensor.name in marks.reductions
 
@@ -276,10 +275,10 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
         return parts_counted(op.inputs[0]) if takes_first and is_one else None
     if op.type == "Mul":
         for factor, other in (list(op.inputs), list(op.inputs)[::-1]):
-            known = tf.get_static_value(factor)
-            parts = None if known is None else parts_counted(other)
+            value = tf.get_static_value(factor)
+            parts = None if value is None else parts_counted(other)
             if parts is not None:
-                return (int(known) * sum(parts),)
+                return (int(value) * sum(parts),)
     return None
 
 
@@ -304,11 +303,11 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         if label.kind is Kind.LOCAL:
             return label
     if op.type == "Placeholder":
-        # A variable or an eager tensor that a function captured is the same on every replica.
-        outside = _origin(marks, output)
-        if outside is not output and _marks_of(outside) is not None:
-            return label_of(outside)
-        if output.dtype == tf.resource or not hasattr(outside, "graph"):
+        # A function's captured variable or eager tensor is the same on every replica.
+        captured = _origin(marks, output)
+        if captured is not output and _marks_of(captured) is not None:
+            return label_of(captured)
+        if output.dtype == tf.resource or not hasattr(captured, "graph"):
             return ALIKE
         if type(op.graph).__name__ in _LOOPS:
             return local(f"the value {op.name!r} that a loop on tensors carries (While)")
@@ -322,7 +321,7 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         return ALIKE
     if op.type in ("Shape", "Size"):
         return _counted(marks, output, inputs[0])
-    is_opaque = has_gradient_of_its_own(op) and output.name not in marks.formulas
+    is_opaque = has_custom_gradient(op) and output.name not in marks.formulas
     if is_opaque and not kinds <= {Kind.ALIKE, Kind.ROWS}:
         return local(f"the custom gradient of {op.inputs[output.value_index].name!r}")
     if kinds <= {Kind.ALIKE, Kind.COUNT}:
@@ -332,10 +331,10 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
             if parts is not None:
                 return rows(parts)
         return ALIKE if leaves_out_rows(op) else COUNT
-    at = Computed(op, inputs, output)
+    node = Node(op, inputs, output)
     if any(label.has_rows for label in inputs):
-        return _of_rows(marks, at)
-    if kinds <= {Kind.ALIKE, Kind.COUNT, Kind.MEAN, Kind.SUM} and is_linear(at):
+        return _of_rows(marks, node)
+    if kinds <= {Kind.ALIKE, Kind.COUNT, Kind.MEAN, Kind.SUM} and is_linear(node):
         return SUM if kinds & {Kind.SUM, Kind.COUNT} else MEAN
     return GLOBAL
 
@@ -343,17 +342,18 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
 def _of_condition(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
     """Returns the label of what a condition that reads variables computes.
 
-    Such a condition cannot be built again from other values, since a gradient by the variables in
-    it would be lost. So the replicas must take the same branch, and both branches must give a value
-    that needs no change.
+    Such a condition cannot be built again from other values, since the gradient by its variables
+    would be lost. So the replicas must take the same branch, and the values of both branches must
+    be right without a change.
     """
     op = output.op
     branches = [getattr(op, name, None) for name in ("_true_graph", "_false_graph")]
     if inputs[0].kind is Kind.ALIKE and None not in branches:
-        found = {_of_branch(marks, graph, output.value_index, inputs[1:]) for graph in branches}
-        if len(found) == 1 and found <= {ALIKE, MEAN, *(f for f in found if f.kind is Kind.ROWS)}:
-            return found.pop()
-        if found == {ALIKE, MEAN}:
+        labels = {_of_branch(marks, graph, output.value_index, inputs[1:]) for graph in branches}
+        (label, *others) = labels
+        if not others and label.kind in (Kind.ALIKE, Kind.MEAN, Kind.ROWS):
+            return label
+        if labels == {ALIKE, MEAN}:
             return MEAN
     return local(f"the operation {op.name!r} (If)")
 
@@ -377,7 +377,7 @@ def _reads_metric(marks: _Marks, op: tf.Operation) -> bool:
 
 
 def _origin(marks: _Marks, tensor: Any) -> Any:
-    """Returns the tensor outside of all functions for an input that functions captured."""
+    """Returns the tensor outside of all functions that an input of a function stands for."""
     if tensor.name not in marks.origins:
         outside: Any = tensor
         while hasattr(outside, "graph"):
@@ -389,35 +389,37 @@ def _origin(marks: _Marks, tensor: Any) -> Any:
     return marks.origins[tensor.name]
 
 
-def _counted(marks: _Marks, output: tf.Tensor, of: Label) -> Label:
+def _counted(marks: _Marks, output: tf.Tensor, label: Label) -> Label:
     """Returns the label of a shape, or of a size."""
     shape = output.op.inputs[0].shape
-    if of.kind is Kind.MIXED and not of.by_count:
+    if label.kind is Kind.MIXED and not label.by_count:
         # Its other axes may count the rows of all replicas.
         return GLOBAL
-    if of.has_rows and shape.rank is not None:
+    if label.has_rows and shape.rank is not None:
         marks.reductions.add(output.name)
         return COUNT
-    if of.has_rows:
+    if label.has_rows:
         return local(f"the shape of {output.op.inputs[0].name!r}, whose rank is not known")
     return ALIKE if shape.is_fully_defined() else GLOBAL
 
 
-def _of_rows(marks: _Marks, at: Computed) -> Label:
+def _of_rows(marks: _Marks, node: Node) -> Label:
     """Returns the label of what an operation computes from rows and maybe other values."""
-    first, output = at.inputs[0], at.output
-    is_sum, is_mean = at.op.type == "Sum", at.op.type == "Mean" and output.dtype.is_floating
-    if first.has_rows and (is_sum or is_mean) and 0 in (reduced_axes(at) or ()):
+    first, output = node.labels[0], node.output
+    is_sum, is_mean = node.op.type == "Sum", node.op.type == "Mean" and output.dtype.is_floating
+    if first.has_rows and (is_sum or is_mean) and 0 in (reduced_axes(node) or ()):
         marks.reductions.add(output.name)
         if first.kind is Kind.MIXED and not first.by_count:
             return GLOBAL
         return MEAN if is_mean and first.kind is Kind.ROWS else SUM
-    parts = parts_after(at)
-    takes_shape = any(is_shape_input(at.op, i) for i in range(len(at.inputs)))
+    parts = parts_after(node)
+    takes_shape = any(is_shape_input(node.op, i) for i in range(len(node.labels)))
     if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
         return GLOBAL
-    used = [label for i, label in enumerate(at.inputs) if not is_shape_input(at.op, i)]
-    if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in used):
+    value_labels = [label for i, label in enumerate(node.labels) if not is_shape_input(node.op, i)]
+    if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in value_labels):
         return rows(parts)
     known = (Kind.ALIKE, Kind.ROWS, Kind.COUNT)
-    return Label(Kind.MIXED, parts, all(label.kind in known or label.by_count for label in used))
+    return Label(
+        Kind.MIXED, parts, all(label.kind in known or label.by_count for label in value_labels)
+    )

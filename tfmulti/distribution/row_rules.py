@@ -1,8 +1,8 @@
-"""Rules that say how each operation of TensorFlow passes on the rows of a batch.
+"""Rules that say whether the output of an operation has the rows of the batch.
 
-A tensor with rows has them along axis 0, in one or more parts that were concatenated. `Parts` tells
-for each part how many entries of axis 0 a row has. So a batch has the parts `(1,)`, and two batches
-that were concatenated have `(1, 1)`. If a reshape splits each row of 4 values into rows of 2, the
+A tensor with rows has them along axis 0, in one or more concatenated parts. `Parts` has a number
+for each part: how many entries of axis 0 a row has there. So a batch has the parts `(1,)`, and two
+concatenated batches have `(1, 1)`. If a reshape splits each row of 4 values into entries of 2, the
 parts `(1,)` become `(2,)`.
 
 A rule looks at one output of an operation. It returns the parts of this output, if each row is
@@ -38,14 +38,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Label:
-    """A tensor's kind, and what the kind does not tell.
+    """How a tensor depends on the rows of the batch.
 
     Attributes:
-        kind: how the tensor depends on the rows.
-        parts: for ROWS and MIXED, how many entries of axis 0 a row has in each of the parts that
-            were concatenated along axis 0; 0 if it is not known.
+        kind: one of the kinds that `row_labels` describes.
+        parts: for ROWS and MIXED, how many entries of axis 0 a row has in each concatenated part; 0
+            if that is not known.
         by_count: for MIXED, whether the tensor depends on other rows by their number alone.
-        reason: for LOCAL, what is not understood.
+        reason: for LOCAL, what is not known.
     """
 
     kind: Kind
@@ -59,29 +59,29 @@ class Label:
         return self.kind in (Kind.ROWS, Kind.MIXED)
 
 
-class Computed(NamedTuple):
+class Node(NamedTuple):
     """One output of an operation, and the labels of the operation's inputs."""
 
     op: tf.Operation
-    inputs: Sequence[Label]
+    labels: Sequence[Label]
     output: tf.Tensor
 
     @property
     def ranks(self) -> list[int | None]:
-        """The ranks of the inputs; None for a rank that tracing does not know."""
+        """The ranks of the inputs; None for a rank that is unknown during tracing."""
         return [tensor.shape.rank for tensor in self.op.inputs]
 
     def same_parts(self) -> Parts | None:
         """Returns the parts that all inputs with rows have; None if they differ."""
-        parts = {label.parts for label in self.inputs if label.has_rows}
+        parts = {label.parts for label in self.labels if label.has_rows}
         return parts.pop() if len(parts) == 1 else None
 
     def parts_if(self, condition: object) -> Parts | None:
         """Returns the parts of the first input if it has rows and the condition holds."""
-        return self.inputs[0].parts if self.inputs[0].has_rows and condition else None
+        return self.labels[0].parts if self.labels[0].has_rows and condition else None
 
     def static(self, index: int) -> np.ndarray | None:
-        """Returns the value of an input; None if tracing does not know it."""
+        """Returns the value of an input; None if it is unknown during tracing."""
         value = tf.get_static_value(self.op.inputs[index])
         return None if value is None else np.asarray(value)
 
@@ -100,18 +100,18 @@ class Computed(NamedTuple):
         return all(label.kind is Kind.ALIKE for label in labels)
 
 
-Rule = Callable[[Computed], "Parts | None"]
+Rule = Callable[[Node], "Parts | None"]
 
 
-def parts_after(at: Computed) -> Parts | None:
+def parts_after(node: Node) -> Parts | None:
     """Returns the parts of an output by the rule of its operation; None if there is none."""
-    rule = _RULES.get(at.op.type)
-    return None if rule is None else rule(at)
+    rule = _RULES.get(node.op.type)
+    return None if rule is None else rule(node)
 
 
-def reduced_axes(at: Computed) -> set[int] | None:
+def reduced_axes(node: Node) -> set[int] | None:
     """Returns the axes that a reduction sums or compares; None if they are not known."""
-    axes, rank = at.static(1), at.ranks[0]
+    axes, rank = node.static(1), node.ranks[0]
     if axes is None or rank is None:
         return None
     return {int(axis) % rank for axis in axes.reshape([-1])}
@@ -122,19 +122,19 @@ def is_shape_input(op: tf.Operation, index: int) -> bool:
     return index == 1 and op.type in ("Reshape", "BroadcastTo")
 
 
-def is_linear(at: Computed) -> bool:
+def is_linear(node: Node) -> bool:
     """Returns whether an operation is linear in the inputs that are sums or means."""
-    varying = [i for i, label in enumerate(at.inputs) if label.kind in (Kind.SUM, Kind.MEAN)]
-    if at.op.type in _ADDITIVE:
+    varying = [i for i, label in enumerate(node.labels) if label.kind in (Kind.SUM, Kind.MEAN)]
+    if node.op.type in _ADDITIVE:
         return True
-    if at.op.type in _LINEAR_IN_FIRST:
+    if node.op.type in _LINEAR_IN_FIRST:
         return varying == [0]
-    if at.op.type == "Cast":
-        return bool(at.op.inputs[0].dtype.is_floating and at.output.dtype.is_floating)
-    return at.op.type == "Mul" and len(varying) == 1
+    if node.op.type == "Cast":
+        return bool(node.op.inputs[0].dtype.is_floating and node.output.dtype.is_floating)
+    return node.op.type == "Mul" and len(varying) == 1
 
 
-def varying_inputs(op: tf.Operation, inputs: Sequence[Label]) -> set[int]:
+def varying_inputs(op: tf.Operation, labels: Sequence[Label]) -> set[int]:
     """Returns the indices of the inputs that may be replaced by one replica's parts of them.
 
     The operation must be linear in these inputs. Its output is then that replica's part, too.
@@ -142,7 +142,7 @@ def varying_inputs(op: tf.Operation, inputs: Sequence[Label]) -> set[int]:
     if op.type in _ADDITIVE:
         return {i for i, tensor in enumerate(op.inputs) if tensor.dtype == op.outputs[0].dtype}
     if op.type == "Mul":
-        return {i for i, label in enumerate(inputs) if label.kind in (Kind.SUM, Kind.MEAN)}
+        return {i for i, label in enumerate(labels) if label.kind in (Kind.SUM, Kind.MEAN)}
     return {0}
 
 
@@ -157,7 +157,7 @@ def leaves_out_rows(op: tf.Operation) -> bool:
 def repetition(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
     """Returns what an operation repeats along axis 0, and how often; None if it does not.
 
-    How often is a number, or a shape that has the number first.
+    The second result is a number, or a shape that begins with the number.
     """
     if not op.outputs[0].shape.rank or not op.outputs[0].shape[1:].is_fully_defined():
         return None
@@ -189,150 +189,152 @@ def _repeated_by_tile(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
     return tile.inputs[0], amounts[axis]
 
 
-def has_gradient_of_its_own(op: tf.Operation) -> bool:
-    """Returns whether an operation makes a result of `tf.custom_gradient`."""
+def has_custom_gradient(op: tf.Operation) -> bool:
+    """Returns whether an operation is the result of `tf.custom_gradient`."""
     return op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
 
 
-def _elementwise(at: Computed) -> Parts | None:
+def _elementwise(node: Node) -> Parts | None:
     """Rule of operations on elements: an input without rows is the same for each row."""
-    rank = at.output.shape.rank
-    for tensor, label in zip(at.op.inputs, at.inputs, strict=True):
-        own = tensor.shape.rank
-        if rank is None or own is None or own > rank or (label.has_rows and own != rank):
+    rank = node.output.shape.rank
+    for tensor, label in zip(node.op.inputs, node.labels, strict=True):
+        input_rank = tensor.shape.rank
+        if rank is None or input_rank is None or input_rank > rank:
             return None
-        if not label.has_rows and own == rank and tensor.shape[0] != 1:
+        if label.has_rows and input_rank < rank:
             return None
-    return at.same_parts()
+        if not label.has_rows and input_rank == rank and tensor.shape[0] != 1:
+            return None
+    return node.same_parts()
 
 
-def _each_of_its_input(at: Computed) -> Parts | None:
+def _each_of_its_input(node: Node) -> Parts | None:
     """Rule of operations whose outputs each have the rows of the input at their index."""
-    label = at.inputs[at.output.value_index]
-    known = all(other.has_rows or other.kind is Kind.ALIKE for other in at.inputs)
-    return label.parts if known and label.has_rows else None
+    label = node.labels[node.output.value_index]
+    are_known = all(other.has_rows or other.kind is Kind.ALIKE for other in node.labels)
+    return label.parts if are_known and label.has_rows else None
 
 
-def _along_last_axis(at: Computed) -> Parts | None:
+def _along_last_axis(node: Node) -> Parts | None:
     """Rule of operations along the last axis, which must not be that of the rows."""
-    rank = at.ranks[0]
-    all_rows = all(label.has_rows for label in at.inputs)
-    return at.same_parts() if rank is not None and rank > 1 and all_rows else None
+    rank = node.ranks[0]
+    all_rows = all(label.has_rows for label in node.labels)
+    return node.same_parts() if rank is not None and rank > 1 and all_rows else None
 
 
-def _top_of_last_axis(at: Computed) -> Parts | None:
+def _top_of_last_axis(node: Node) -> Parts | None:
     """Rule of operations that select from the last axis of the first input."""
-    return at.parts_if((at.ranks[0] or 0) > 1 and at.are_alike(at.inputs[1:]))
+    return node.parts_if((node.ranks[0] or 0) > 1 and node.are_alike(node.labels[1:]))
 
 
-def _first_by_others(at: Computed) -> Parts | None:
+def _first_by_others(node: Node) -> Parts | None:
     """Rule of operations on rows with other inputs that are alike, such as a filter."""
-    return at.parts_if(at.are_alike(at.inputs[1:]))
+    return node.parts_if(node.are_alike(node.labels[1:]))
 
 
-def _of_matrices(at: Computed) -> Parts | None:
+def _of_matrices(node: Node) -> Parts | None:
     """Rule of products of matrices: rows with a matrix that is alike, or with rows."""
-    left, right = at.inputs
-    first, second = at.ranks
+    left, right = node.labels
+    first, second = node.ranks
     if first is None or second is None:
         return None
-    if at.op.type == "MatMul":
-        return at.parts_if(right.kind is Kind.ALIKE and not at.op.get_attr("transpose_a"))
+    if node.op.type == "MatMul":
+        return node.parts_if(right.kind is Kind.ALIKE and not node.op.get_attr("transpose_a"))
     if left.has_rows and right.has_rows:
-        return at.same_parts() if first == second > 2 else None
+        return node.same_parts() if first == second > 2 else None
     rows, rank, other = (left, first, second) if left.has_rows else (right, second, first)
     alike = Kind.ALIKE in (left.kind, right.kind)
     return rows.parts if alike and rank > max(2, other) else None
 
 
-def _not_along_rows(at: Computed) -> Parts | None:
+def _not_along_rows(node: Node) -> Parts | None:
     """Rule of reductions: they must leave the axis of the rows."""
-    axes = reduced_axes(at)
-    return at.parts_if(axes is not None and 0 not in axes)
+    axes = reduced_axes(node)
+    return node.parts_if(axes is not None and 0 not in axes)
 
 
-def _concatenated(at: Computed) -> Parts | None:
+def _concatenated(node: Node) -> Parts | None:
     """Rule of a concatenation, which joins parts if it is along the axis of the rows."""
-    axis, rows = at.axis(len(at.inputs) - 1, at.output.shape.rank), at.inputs[:-1]
+    axis, rows = node.axis(len(node.labels) - 1, node.output.shape.rank), node.labels[:-1]
     if axis is None or not all(label.has_rows for label in rows):
         return None
     if axis:
-        return at.same_parts()
+        return node.same_parts()
     parts = tuple(k for label in rows for k in label.parts)
     return parts if all(parts) else None
 
 
-def _stacked(at: Computed) -> Parts | None:
+def _stacked(node: Node) -> Parts | None:
     """Rule of a stack, whose new axis must not be the first."""
-    rank = at.output.shape.rank
-    away = rank is not None and at.op.get_attr("axis") % rank
-    return at.same_parts() if away and all(label.has_rows for label in at.inputs) else None
+    rank = node.output.shape.rank
+    have_rows = all(label.has_rows for label in node.labels)
+    return node.same_parts() if rank and have_rows and node.op.get_attr("axis") % rank else None
 
 
-def _unstacked(at: Computed) -> Parts | None:
+def _unstacked(node: Node) -> Parts | None:
     """Rule of an unstacking, which must not be along the axis of the rows."""
-    rank = at.ranks[0]
-    return at.parts_if(rank is not None and at.op.get_attr("axis") % rank)
+    rank = node.ranks[0]
+    return node.parts_if(rank is not None and node.op.get_attr("axis") % rank)
 
 
-def _split(at: Computed) -> Parts | None:
+def _split(node: Node) -> Parts | None:
     """Rule of a split, which must not be along the axis of the rows."""
-    data, axis = (1, 0) if at.op.type == "Split" else (0, 2)
-    rows = at.inputs[data]
-    return rows.parts if rows.has_rows and at.axis(axis, at.ranks[data]) else None
+    data, axis = (1, 0) if node.op.type == "Split" else (0, 2)
+    rows = node.labels[data]
+    return rows.parts if rows.has_rows and node.axis(axis, node.ranks[data]) else None
 
 
-def _expanded(at: Computed) -> Parts | None:
+def _expanded(node: Node) -> Parts | None:
     """Rule of a new axis, which must not be the first."""
-    return at.parts_if(at.axis(1, at.output.shape.rank))
+    return node.parts_if(node.axis(1, node.output.shape.rank))
 
 
-def _squeezed(at: Computed) -> Parts | None:
+def _squeezed(node: Node) -> Parts | None:
     """Rule of removed axes, which must not include that of the rows."""
-    rank, axes = at.ranks[0], at.op.get_attr("squeeze_dims")
-    return at.parts_if(rank and axes and all(axis % rank for axis in axes))
+    rank, axes = node.ranks[0], node.op.get_attr("squeeze_dims")
+    return node.parts_if(rank and axes and all(axis % rank for axis in axes))
 
 
-def _transposed(at: Computed) -> Parts | None:
+def _transposed(node: Node) -> Parts | None:
     """Rule of a transposition, which must leave the first axis in its place."""
-    order = at.static(1)
-    return at.parts_if(order is not None and len(order) and order[0] == 0)
+    order = node.static(1)
+    return node.parts_if(order is not None and len(order) and order[0] == 0)
 
 
-def _sliced(at: Computed) -> Parts | None:
+def _sliced(node: Node) -> Parts | None:
     """Rule of a slice, which must take all rows."""
-    begin, size = at.static(1), at.static(2)
-    return at.parts_if(begin is not None and size is not None and begin[0] == 0 and size[0] == -1)
+    begin, size = node.static(1), node.static(2)
+    return node.parts_if(begin is not None and size is not None and begin[0] == 0 and size[0] == -1)
 
 
-def _strided(at: Computed) -> Parts | None:
+def _strided(node: Node) -> Parts | None:
     """Rule of a slice with strides, which must take all rows."""
-    op, strides = at.op, at.static(3)
+    op, strides = node.op, node.static(3)
     changed = op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")
     if changed & 1 or strides is None or strides[0] != 1:
         return None
     # An ellipsis at the front must stand for at least the first axis.
     if op.get_attr("ellipsis_mask") & 1:
-        count, rank = op.inputs[1].shape[0], at.ranks[0]
-        return at.parts_if(count is not None and rank is not None and count - 1 < rank)
-    return at.parts_if(op.get_attr("begin_mask") & op.get_attr("end_mask") & 1)
+        count, rank = op.inputs[1].shape[0], node.ranks[0]
+        return node.parts_if(count is not None and rank is not None and count - 1 < rank)
+    return node.parts_if(op.get_attr("begin_mask") & op.get_attr("end_mask") & 1)
 
 
-def _reshaped(at: Computed) -> Parts | None:
+def _reshaped(node: Node) -> Parts | None:
     """Rule of a reshape: a row may become several, or be put together from several entries."""
-    if not at.inputs[0].has_rows or not at.output.shape.rank:
+    if not node.labels[0].has_rows or not node.output.shape.rank:
         return None
-    before, after = _size_of_row(at.op.inputs[0].shape), _size_of_row(at.output.shape)
-    if at.output.shape.rank == 1:
-        return tuple(k * (before or 0) for k in at.inputs[0].parts)
-    if after is None:
-        asked = tf.get_static_value(at.op.inputs[1], partial=True)
-        sizes = [None] if asked is None else list(asked)[1:]
-        after = _product(sizes)
-    parts = at.inputs[0].parts
-    if not before or not after or any(k * before % after for k in parts):
+    old_size, new_size = _size_of_row(node.op.inputs[0].shape), _size_of_row(node.output.shape)
+    if node.output.shape.rank == 1:
+        return tuple(k * (old_size or 0) for k in node.labels[0].parts)
+    if new_size is None:
+        shape = tf.get_static_value(node.op.inputs[1], partial=True)
+        sizes = [None] if shape is None else list(shape)[1:]
+        new_size = _product(sizes)
+    parts = node.labels[0].parts
+    if not old_size or not new_size or any(k * old_size % new_size for k in parts):
         return None
-    return tuple(k * before // after for k in parts)
+    return tuple(k * old_size // new_size for k in parts)
 
 
 def _size_of_row(shape: tf.TensorShape) -> int | None:
@@ -350,18 +352,18 @@ def _product(sizes: Sequence[int | None]) -> int | None:
     return product
 
 
-def _widened(at: Computed) -> Parts | None:
+def _widened(node: Node) -> Parts | None:
     """Rule of padding and tiling, which must leave the axis of the rows."""
-    amounts = at.static(1)
-    nothing = 1 if at.op.type == "Tile" else 0
-    return at.parts_if(amounts is not None and np.all(amounts[0] == nothing))
+    amounts = node.static(1)
+    unchanged = 1 if node.op.type == "Tile" else 0
+    return node.parts_if(amounts is not None and np.all(amounts[0] == unchanged))
 
 
-def _looked_up(at: Computed) -> Parts | None:
+def _looked_up(node: Node) -> Parts | None:
     """Rule of lookups: in a table by indices that are rows, or within rows."""
-    table, indices = at.inputs[:2]
-    batched = at.op.get_attr("batch_dims")
-    axis = 0 if at.op.type == "ResourceGather" else at.axis(2, at.ranks[0])
+    table, indices = node.labels[:2]
+    batched = node.op.get_attr("batch_dims")
+    axis = 0 if node.op.type == "ResourceGather" else node.axis(2, node.ranks[0])
     if axis is None:
         return None
     if table.kind is Kind.ALIKE and indices.has_rows:
@@ -370,26 +372,26 @@ def _looked_up(at: Computed) -> Parts | None:
         return None
     if indices.kind is Kind.ALIKE and not batched:
         return table.parts
-    return at.same_parts() if indices.has_rows and batched else None
+    return node.same_parts() if indices.has_rows and batched else None
 
 
-def _one_hot(at: Computed) -> Parts | None:
+def _one_hot(node: Node) -> Parts | None:
     """Rule of one-hot vectors, whose axis must not be the first."""
-    return at.parts_if(at.op.get_attr("axis") != 0 and at.are_alike(at.inputs[1:]))
+    return node.parts_if(node.op.get_attr("axis") != 0 and node.are_alike(node.labels[1:]))
 
 
-def _by_equation(at: Computed) -> Parts | None:
+def _by_equation(node: Node) -> Parts | None:
     """Rule of Einstein sums, whose first letter must stand for the rows."""
-    equation = at.op.get_attr("equation")
+    equation = node.op.get_attr("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
-    left, _, right = equation.replace(" ", "").partition("->")
-    letter, terms = right[:1], left.split(",")
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    letter, terms = output[:1], inputs.split(",")
     if not letter or letter == ".":
         return None
-    for term, label in zip(terms, at.inputs, strict=True):
+    for term, label in zip(terms, node.labels, strict=True):
         if label.has_rows != term.startswith(letter) or letter in term[1:]:
             return None
-    return at.same_parts() if letter not in right[1:] else None
+    return node.same_parts() if letter not in output[1:] else None
 
 
 # Operations that are linear in all their inputs together.

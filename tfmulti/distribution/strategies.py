@@ -1,4 +1,4 @@
-"""Makes the `tf.distribute` strategy of a run, and says where this process stands in it."""
+"""Makes the `tf.distribute` strategy of a run, and tells the rank of this process in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfmulti.launch.joining import watching_join
 from tfmulti.launch.signals import default_signals
 from tfmulti.launch.stacks import show_at_sigusr1
 
-# TensorFlow reads these variables: the threads of one operation, and the operations at a time.
+# TensorFlow's environment variables for the threads of one operation, and for operations at a time.
 INTRA_OP, INTER_OP = "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"
 
 
@@ -39,9 +39,9 @@ def make_strategy(
     cluster every worker calls it, and it waits for the others.
 
     Without GPUs, workers whose addresses have the same host share its cores. Each worker computes
-    with its part of them. This does not apply if the process may run on some of the cores only.
-    Threads that are set by `tf.config.threading`, TF_NUM_INTRAOP_THREADS or TF_NUM_INTEROP_THREADS
-    stay as they are.
+    with its part of them, unless the process may run on some of the cores only. Numbers of threads
+    that are set by `tf.config.threading`, TF_NUM_INTRAOP_THREADS or TF_NUM_INTEROP_THREADS stay as
+    they are.
 
     Args:
         name: `auto`, `one_device`, `mirrored` or `multi_worker_mirrored`.
@@ -49,8 +49,8 @@ def make_strategy(
         cluster: the workers; None reads them from the environment: TF_CONFIG, or the variables of
             a scheduler (`tfmulti env` shows which).
         ignore_cluster: whether to train on this machine alone although there is a cluster.
-        environment: the launcher or scheduler to ask, such as `slurm`. `auto` takes the one that
-            is recognised, and `none` ignores all.
+        environment: the launcher or scheduler that describes the cluster, such as `slurm`. `auto`
+            takes the one that it recognises, and `none` ignores all.
         env: the environment to read; None means `os.environ`.
 
     Raises:
@@ -73,7 +73,7 @@ def make_strategy(
 def own_gpus(cluster: Cluster | None) -> int:
     """Returns the number of this process' GPUs, and hides those of other processes.
 
-    A scheduler may show each of several processes on a machine the GPUs of all of them. Then each
+    A scheduler may show each process of a machine the GPUs of all its processes. Then each process
     takes its part, by its local rank (`tfmulti.cluster.gpus.own_part`).
 
     Args:
@@ -82,9 +82,9 @@ def own_gpus(cluster: Cluster | None) -> int:
     Raises:
         DeviceError: the GPUs cannot be divided evenly among the processes.
     """
-    physical = tf.config.list_physical_devices("GPU")
-    if cluster is not None and cluster.local_size > 1 and len(physical) > 1:
-        own = own_part(physical, cluster.local_rank, cluster.local_size)
+    all_gpus = tf.config.list_physical_devices("GPU")
+    if cluster is not None and cluster.local_size > 1 and len(all_gpus) > 1:
+        own = own_part(all_gpus, cluster.local_rank, cluster.local_size)
         tf.config.set_visible_devices(own, "GPU")
     return len(tf.config.get_visible_devices("GPU"))
 
@@ -126,7 +126,7 @@ def build_strategy(
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process stands: its rank among the workers, and its replicas.
+    """The rank of this process among the workers, and its replicas.
 
     Attributes:
         rank: the worker's rank; 0 is the chief.
@@ -169,7 +169,7 @@ def _gpus_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
 
 
 def placement_of(strategy: tf.distribute.Strategy) -> Placement:
-    """Returns this process' place in a strategy, which need not be made by `make_strategy`."""
+    """Returns the placement of this process in any strategy, also of the user's own."""
     total = strategy.num_replicas_in_sync
     gpus = _gpus_of(strategy)
     resolver = strategy.cluster_resolver
@@ -193,12 +193,12 @@ def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
 
 
 def _use_gpus_without_taking_all_memory() -> None:
-    """Lets TensorFlow take memory of the GPUs when it needs it."""
+    """Lets TensorFlow allocate memory of the GPUs only when it needs it."""
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
-            # TensorFlow has started, so its memory stays as the user has set it.
+            # TensorFlow has started, so the user's setting stays.
             return
 
 
@@ -226,13 +226,12 @@ def _split_cpu(count: int) -> None:
             ) from None
 
 
-# For every strategy object, TensorFlow numbers the collectives of the process from the first again.
+# For each strategy object, TensorFlow numbers the collectives of the process from the same start.
 # So two strategies clash ("Shape mismatch in the collective instance"), and a second one of another
-# size fails, too. A process makes one strategy, and returns it again at later calls.
+# size fails, too. A process makes one strategy, and later calls return it again.
 _made: dict[Hashable, tf.distribute.Strategy] = {}
 
-
-# Holds an entry once a strategy of one device was made. Then the process waits for no other worker.
+# Has an entry once a strategy of one device was made. Such a process waits for no other worker.
 _alone: set[str] = set()
 
 
@@ -246,12 +245,12 @@ def is_alone() -> bool:
     return bool(_alone)
 
 
-def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy]) -> Any:
+def _once(key: Hashable, description: str, make: Callable[[], tf.distribute.Strategy]) -> Any:
     """Returns the one strategy of this process, and makes it at the first call."""
     if key not in _made:
         if _made:
             raise DeviceError(
-                f"{words} was asked for, but this process made another strategy before, and "
+                f"{description} was asked for, but this process made another strategy before, and "
                 "TensorFlow supports one of several devices a process. Start a new process (in a "
                 "notebook: restart the kernel)."
             )
@@ -262,8 +261,7 @@ def _once(key: Hashable, words: str, make: Callable[[], tf.distribute.Strategy])
 def threads_of(cluster: Cluster, allowed: int, cores: int) -> int | None:
     """Returns how many threads this worker shall compute with; None means TensorFlow's own number.
 
-    Workers that share a machine share its cores equally. They do not if each was given cores of its
-    own.
+    Workers on the same machine share its cores equally, unless each was given its own cores.
 
     Args:
         cluster: the cluster, with this worker's task.
@@ -307,8 +305,8 @@ def _multi_worker(
     try:
         if not gpus:
             _share_cores(cluster)
-        # TensorFlow takes SIGTERM for itself, and does nothing. Without this context a signal
-        # would be lost between here and the training.
+        # TensorFlow installs a handler of SIGTERM that does nothing. Without `default_signals` a
+        # signal between here and the training would be lost.
         with watching_join(cluster.rank, cluster.addresses, folder), default_signals():
             return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
     except tf.errors.UnknownError as error:

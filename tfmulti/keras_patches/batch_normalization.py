@@ -6,7 +6,7 @@ with a BatchNormalization in its cell is unrolled.
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | batch statistics | `BatchNormalization._moments`, `_reduction_axes` | none | counts may differ from replica to replica |
-| recurrent cells where replicas meet | public: `RNN.inner_loop`; private: `Layer._call_has_training_arg` | none | replicas of one process can meet inside a loop |
+| recurrent cells that normalize | public: `RNN.inner_loop`; private: `Layer._call_has_training_arg` | none | replicas of one process can exchange values inside a loop |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.distribution import (
-    normalization,
-)
-from tfmulti.distribution.replica_slice import (
-    current,
-    partial,
-)
+from tfmulti.distribution import normalization
+from tfmulti.distribution.replica_slice import current, partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled, is_on_gpu
 from tfmulti.keras_patches.model_structure import layers_of
@@ -38,8 +33,8 @@ def install() -> None:
     replace(keras.layers.RNN, "inner_loop", _unrolled)
 
 
-def _needs_meetings(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the layer's method, which raises ModelError where replicas cannot meet."""
+def _refuse_in_loops(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the layer's method, which raises ModelError where no collective can run."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,17 +46,17 @@ def _needs_meetings(function: Callable[..., Any]) -> Callable[..., Any]:
             raise ModelError(
                 f"the layer {self.name!r} normalizes by the rows of all replicas, but it stands in "
                 "a loop (such as a cell of keras.layers.RNN) or a tf.function of its own, where "
-                "replicas cannot meet. Make the RNN with unroll=True, use LayerNormalization "
-                "there, or train on one device."
+                "replicas cannot exchange values. Make the RNN with unroll=True, use "
+                "LayerNormalization there, or train on one device."
             ) from None
 
     return call
 
 
 def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `call` of BatchNormalization that takes few fused operations where it can.
+    """Returns a `call` of BatchNormalization that uses few fused operations where it can.
 
-    Keras' layer takes many operations on all values, and their gradients take many more.
+    Keras' layer has many operations on all values, and their gradients have many more.
     """
 
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -71,30 +66,31 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = inputs.shape[-1]
         gamma = tf.convert_to_tensor(self.gamma) if self.scale else tf.ones([channels])
         beta = tf.convert_to_tensor(self.beta) if self.center else tf.zeros([channels])
-        # The statistics are of this replica's rows alone where neither the layer nor the user asks
+        # The statistics are those of this replica's rows alone, unless the layer or the user asks
         # for those of all replicas.
-        of_all = self.synchronized or replica_slice.sync_batch_norm
-        by_itself = not replica_slice.is_whole and not of_all
-        group = replica_slice.alone() if by_itself else replica_slice
-        outputs, count, *found = normalization.normalized(group, inputs, gamma, beta, self.epsilon)
-        if by_itself:
+        is_synchronized = self.synchronized or replica_slice.sync_batch_norm
+        is_alone = not replica_slice.is_whole and not is_synchronized
+        group = replica_slice.alone() if is_alone else replica_slice
+        outputs, count, mean, variance = normalization.normalized(
+            group, inputs, gamma, beta, self.epsilon
+        )
+        if is_alone:
             count *= tf.cast(replica_slice.own_rows > 0, count.dtype)
-        moving = (self.moving_mean, self.moving_variance)
-        for variable, value in zip(moving, found, strict=True):
-            before = tf.convert_to_tensor(variable.value)
-            moved = before * self.momentum + value * (1.0 - self.momentum)
-            # A replica without rows reads one that does not count, and must learn nothing from it.
-            variable.assign(tf.where(count > 0, moved, before))
+        for variable, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            old_value = tf.convert_to_tensor(variable.value)
+            new_value = old_value * self.momentum + value * (1.0 - self.momentum)
+            # A replica without rows reads one that does not count, so its statistics must stay.
+            variable.assign(tf.where(count > 0, new_value, old_value))
         return outputs
 
-    return _needs_meetings(call)
+    return _refuse_in_loops(call)
 
 
 def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:
     """Returns whether the fused form computes what this call of the layer asks for, on CPUs."""
-    known = tf.is_tensor(inputs) and inputs.shape.rank is not None and inputs.shape.rank > 1
+    has_rank = tf.is_tensor(inputs) and inputs.shape.rank is not None and inputs.shape.rank > 1
     return bool(
-        known
+        has_rank
         and is_enabled()
         and not is_on_gpu()
         and training is True
@@ -107,7 +103,7 @@ def _can_be_fused(layer: Any, inputs: Any, training: Any) -> bool:
 
 
 def _unrolled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the loop of a recurrent layer, which is unrolled where replicas meet in its cell.
+    """Returns the loop of a recurrent layer, which is unrolled if its cell needs all replicas.
 
     Before a loop that is not unrolled, Keras calls the cell once to learn what the cell returns.
     That call changes the cell's states, so this loop makes it, too.
@@ -147,16 +143,18 @@ def _moments_of_slice(original: Callable[..., Any]) -> Callable[..., Any]:
         synchronized = self.synchronized or replica_slice.sync_batch_norm
         if synchronized and context.num_replicas_in_sync > 1:
             return normalization.global_moments(replica_slice, inputs, mask, self._reduction_axes)
-        # Keras' own method for several replicas loses digits, and the whole batch can do without.
+        # Keras' own method for several replicas loses digits. The whole batch does not need it.
         if replica_slice.is_whole:
             return keras.ops.moments(inputs, self._reduction_axes)
         # A replica without rows reads one that does not count. It returns the moving statistics,
         # so that they stay as they are.
-        known = (tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance))
-        own = original(self, inputs, mask)
+        moving_statistics = (
+            tf.cast(v, inputs.dtype) for v in (self.moving_mean, self.moving_variance)
+        )
+        own_statistics = original(self, inputs, mask)
         return tuple(
-            tf.where(replica_slice.own_rows > 0, found, before)
-            for found, before in zip(own, known, strict=True)
+            tf.where(replica_slice.own_rows > 0, own, moving)
+            for own, moving in zip(own_statistics, moving_statistics, strict=True)
         )
 
     return moments

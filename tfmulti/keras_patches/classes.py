@@ -23,23 +23,23 @@ def derived_class(original: type, bases: tuple[type, ...]) -> type:
 
 
 @contextlib.contextmanager
-def original_classes(*things: Any) -> Iterator[None]:
+def original_classes(*objects: Any) -> Iterator[None]:
     """Gives objects back their original classes inside the context.
 
     Keras recognizes its public classes by identity when it saves an object. So an object that is
     saved inside the context is saved as by plain Keras.
 
     Args:
-        *things: models, optimizers or other objects. Those without a derived class stay as they
+        *objects: models, optimizers or other objects. Those without a derived class stay as they
             are.
     """
     changed: list[tuple[Any, type]] = []
-    for thing in things:
-        while (original := _original.get(type(thing))) is not None:
-            changed.append((thing, type(thing)))
-            object.__setattr__(thing, "__class__", original)
+    for instance in objects:
+        while (original := _original.get(type(instance))) is not None:
+            changed.append((instance, type(instance)))
+            object.__setattr__(instance, "__class__", original)
     try:
         yield
     finally:
-        for thing, derived in reversed(changed):
-            object.__setattr__(thing, "__class__", derived)
+        for instance, derived in reversed(changed):
+            object.__setattr__(instance, "__class__", derived)

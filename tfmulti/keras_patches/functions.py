@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from tfmulti.distribution.replica_slice import partial
-from tfmulti.keras_patches.patching import replace
+from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.keras_patches.patching import in_replica_slice, replace
 from tfmulti.keras_patches.tracing import wholly_by_autograph
 
 _LIBRARIES = ("tfmulti", "keras", "tensorflow")
@@ -27,21 +27,24 @@ _LIBRARIES = ("tfmulti", "keras", "tensorflow")
 
 def install() -> None:
     """Patches the call of a `tf.function`."""
-    replace(Function, "__call__", _traced_in_place)
+    replace(Function, "__call__", in_replica_slice(_trace_in_place))
 
 
-def _traced_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `__call__` that traces the Python function into the graph of a replica's step."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = self.python_function
-        if partial() is None or tf.executing_eagerly() or not _is_users(function):
-            return original(self, *args, **kwargs)
-        if self._autograph:
-            function = wholly_by_autograph(function)
-        return function(*args, **kwargs)
-
-    return call
+def _trace_in_place(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    function: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls a `tf.function`, and traces its Python function into the graph of a replica's step."""
+    python_function = function.python_function
+    if tf.executing_eagerly() or not _is_users(python_function):
+        return original(function, *args, **kwargs)
+    if function._autograph:
+        python_function = wholly_by_autograph(python_function)
+    return python_function(*args, **kwargs)
 
 
 def _is_users(function: Any) -> bool:

@@ -13,14 +13,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfmulti.distribution import (
-    global_values,
-    losses,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    partial,
-)
+from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution.replica_slice import partial
 from tfmulti.keras_patches.patching import replace
 
 
@@ -39,14 +33,10 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        options = {
-            "output_gradients": output_gradients,
-            "unconnected_gradients": unconnected_gradients,
-        }
         replica_slice = partial()
         if replica_slice is None or output_gradients is not None:
-            return original(self, target, sources, **options)
-        # Without labels a vector is taken for the losses of rows, and its gradient for that of
+            return original(self, target, sources, output_gradients, unconnected_gradients)
+        # Without labels a vector is assumed to be the losses of rows, and its gradient is that of
         # their sum over all replicas.
         with row_labels.kept_in_branch() as is_branch:
             has_labels = is_branch or row_labels.are_kept()
@@ -55,10 +45,15 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
                 lambda t: losses.summed_gradient(replica_slice, t), target
             )
         compute = functools.partial(original, self)
-        # Outside its own context this tape records nothing any more, but an outer tape may.
+        # This tape no longer records outside its context, but an outer tape may.
         recorded = record.could_possibly_record()
         return global_values.gradient(
-            replica_slice, compute, target, sources, is_recorded=recorded, **options
+            replica_slice,
+            compute,
+            target,
+            sources,
+            is_recorded=recorded,
+            unconnected_gradients=unconnected_gradients,
         )
 
     return gradient

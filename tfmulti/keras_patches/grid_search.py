@@ -1,7 +1,7 @@
-"""Lets a grid search of KerasTuner that is started again go on.
+"""Lets a grid search of KerasTuner continue after a restart.
 
-KerasTuner 1.4 does not save the position in the grid, and ends a search that is started again
-without a message.
+KerasTuner 1.4 does not save the position in the grid. A search that is started again ends without a
+message.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -22,10 +22,12 @@ def restore_position(oracle: GridSearchOracle) -> None:
         oracle: the oracle of a tuner. It is changed.
     """
 
-    def compared(one: str, other: str) -> int:
-        values = (oracle.trials[trial_id].hyperparameters.values for trial_id in (one, other))
+    def compare(first_id: str, second_id: str) -> int:
+        values = (
+            oracle.trials[trial_id].hyperparameters.values for trial_id in (first_id, second_id)
+        )
         return int(oracle._compare(*values))
 
-    oracle._populate_next = sorted(oracle.trials, key=functools.cmp_to_key(compared))
+    oracle._populate_next = sorted(oracle.trials, key=functools.cmp_to_key(compare))
     for trial_id in oracle._populate_next:
         oracle._ordered_ids.insert(trial_id)

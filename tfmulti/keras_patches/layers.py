@@ -22,29 +22,21 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfmulti.distribution import (
-    batch_dependent_layers,
-    custom_steps,
-    global_values,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    PerThread,
-    partial,
-)
+from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, own_variables
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
 def install() -> None:
     """Patches layers, assignments to variables, and TensorFlow's functions for custom steps."""
-    replace(tf.distribute.ReplicaContext, "merge_call", _keeping_traces)
+    replace(tf.distribute.ReplicaContext, "merge_call", in_replica_slice(_merge_call))
     replace(keras.layers.Layer, "__call__", _labelled_layer)
     for variable in (keras.Variable, DistributedVariable):
         for name in ("assign", "assign_add", "assign_sub"):
             # The other assigning methods of `keras.Variable` call its `assign`.
             if name == "assign" or variable is DistributedVariable:
-                replace(variable, name, _assigned)
+                replace(variable, name, in_replica_slice(_assign))
     for owner, name, function in custom_steps.FUNCTIONS:
         replace(owner, name, in_replica_slice(function))
     for layer in batch_dependent_layers.LAYERS:
@@ -61,9 +53,9 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
     Returns:
         The kind of each Keras variable, by the variable's id, for `ReplicaSlice.states`.
     """
-    found: dict[int, str] = {}
+    kinds: dict[int, str] = {}
     for layer in layers_of(model):
-        found |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
+        kinds |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
     metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
     while metrics:
         metric = metrics.pop()
@@ -72,45 +64,44 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
         metrics += inner
         if not inner:
             kind = "" if is_of_keras(type(metric)) else "metric"
-            found |= {id(v): kind for v in metric.variables}
-    return found
+            kinds |= {id(v): kind for v in metric.variables}
+    return kinds
 
 
-def _assigned(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an assigning method that stores the value of the global batch in a custom state."""
-
-    def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        replica_slice = partial()
-        # Assignments within Keras' own layers stay: other patches handle the states of those.
-        asks = replica_slice is not None and not _in_layer_of_keras.get()
-        kind = replica_slice.states.get(id(self)) if replica_slice is not None and asks else None
-        if replica_slice is not None and kind == "layer":
+def _assign(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    variable: Any,
+    value: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Assigns a value. A state of the user's own code gets the value of the global batch."""
+    # Other patches handle the assignments within Keras' own layers.
+    if not _in_layer_of_keras.get():
+        kind = replica_slice.states.get(id(variable))
+        if kind == "layer":
             value = global_values.of_one_device(replica_slice, value)
-        elif replica_slice is not None and kind == "metric":
+        elif kind == "metric":
             value = global_values.part_of_sum(replica_slice, value)
-        return original(self, value, *args, **kwargs)
-
-    return assign
+    return original(variable, value, *args, **kwargs)
 
 
-def _keeping_traces(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `merge_call` that keeps what this replica's trace has left on the layers.
+def _merge_call(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs `merge_call`, and keeps the tensors that this replica's trace has left on layers.
 
     While one replica waits in `merge_call`, the other replicas of the process trace the same
     layers and leave their own losses there. Afterwards each layer gets this replica's back.
     """
-
-    def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replica_slice = partial()
-        if replica_slice is None or replica_slice.model is None or tf.executing_eagerly():
-            return original(self, *args, **kwargs)
-        left = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
-        found = original(self, *args, **kwargs)
-        for layer, state in left:
-            vars(layer).update(state)
-        return found
-
-    return merge_call
+    if replica_slice.model is None or tf.executing_eagerly():
+        return original(*args, **kwargs)
+    states = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
+    result = original(*args, **kwargs)
+    for layer, state in states:
+        vars(layer).update(state)
+    return result
 
 
 def _left_by_trace(layer: Any) -> dict[str, Any]:
@@ -121,13 +112,13 @@ def _left_by_trace(layer: Any) -> dict[str, Any]:
     losses = {"_losses": list(layer._losses), "_loss_ids": set(layer._loss_ids)}
     if is_of_keras(type(layer)):
         return losses
-    found = {}
+    tensors_held = {}
     for name, value in vars(layer).items():
-        parts = value.values() if isinstance(value, dict) else value
-        many = isinstance(value, (dict, list, tuple))
-        if any(map(_is_symbolic, parts if many else [value])):
-            found[name] = type(value)(value) if type(value) in (dict, list) else value
-    return found | losses
+        items = value.values() if isinstance(value, dict) else value
+        is_collection = isinstance(value, (dict, list, tuple))
+        if any(map(_is_symbolic, items if is_collection else [value])):
+            tensors_held[name] = type(value)(value) if type(value) in (dict, list) else value
+    return tensors_held | losses
 
 
 def _is_symbolic(value: Any) -> bool:
@@ -141,8 +132,7 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = type(self).__module__.startswith("keras.src.layers.")
-        with _in_layer_of_keras.set_to(own and not isinstance(self, keras.layers.Lambda)):
+        with _in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self):
             row_labels.mark_call((args, kwargs, _given_weights(self)), outputs)
@@ -151,12 +141,18 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _is_layer_of_keras(layer: Any) -> bool:
+    """Returns whether the code of a layer is Keras', and not the user's."""
+    of_keras = type(layer).__module__.startswith("keras.src.layers.")
+    return of_keras and not isinstance(layer, keras.layers.Lambda)
+
+
 def _given_weights(layer: Any) -> list[Any]:
-    """Returns the tensors that stand for a layer's weights in `stateless_call`."""
+    """Returns the tensors that replace a layer's weights in `stateless_call`."""
     if not in_stateless_scope():
         return []
-    found = map(get_stateless_scope().get_current_value, layer.trainable_variables)
-    return [value for value in found if value is not None]
+    values_of_weights = map(get_stateless_scope().get_current_value, layer.trainable_variables)
+    return [value for value in values_of_weights if value is not None]
 
 
 def _works_by_rows(layer: Any) -> bool:
@@ -166,8 +162,7 @@ def _works_by_rows(layer: Any) -> bool:
     BatchNormalization give them the rows of all replicas.
     """
     return all(
-        type(part).__module__.startswith("keras.src.layers.")
-        and not isinstance(part, keras.layers.Lambda)
+        _is_layer_of_keras(part)
         and is_of_keras(getattr(part, "activation", keras.activations.linear))
         for part in layers_of(layer)
     )

@@ -23,7 +23,6 @@ _ERROR = 2
 # The names of the functions hold the version of Abseil: first the one of TensorFlow 2.21.
 _ABSEIL = ("20250814",)
 
-
 _lock = threading.Lock()
 # How many contexts of `errors_only` are open, in all threads, and the level before the first one.
 _open, _before = 0, 0

@@ -24,20 +24,10 @@ import tensorflow as tf
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.trainer import Trainer
 
-from tfmulti.distribution import (
-    global_values,
-    losses,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    PerThread,
-    ReplicaSlice,
-    computing,
-    current,
-    partial,
-)
+from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing, current, partial
 from tfmulti.distribution.row_rules import Kind
-from tfmulti.keras_patches.patching import is_of_keras, replace
+from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 # The attributes that Keras puts on a tensor: the logits of a softmax or sigmoid, and the mask that
 # tells which timesteps count.
@@ -49,8 +39,8 @@ def install() -> None:
     for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
         replace(loss_module, name, _only_outside)
     replace(loss_module, "reduce_weighted_values", _part_of_global)
-    replace(keras.losses.Loss, "__call__", _loss_of_all_rows)
-    replace(Trainer, "_aggregate_additional_loss", _added_loss)
+    replace(keras.losses.Loss, "__call__", in_replica_slice(_loss_of_all_rows))
+    replace(Trainer, "_aggregate_additional_loss", in_replica_slice(_added_loss))
 
 
 def _only_outside(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -90,7 +80,7 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_by_rows(replica_slice: ReplicaSlice, values: Any) -> bool:
-    """Returns whether a loss has a value for each row, or it is unknown how it depends on rows."""
+    """Returns whether a loss has a value for each row, or may have one."""
     kinds = (Kind.ROWS, Kind.LOCAL)
     return (
         of_keras_by_rows.get()
@@ -112,52 +102,49 @@ def have_rows(*values: Any) -> bool:
     return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
 
 
-def _loss_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `__call__` of a loss whose result is this replica's part of the global loss.
+def _loss_of_all_rows(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Returns this replica's part of the global loss, for `__call__` of a loss object.
 
     Where `row_labels` tell how the result depends on the rows, `global_values` makes it that part.
     Otherwise the loss is first computed on this replica's rows alone, to see whether it has a value
     for each row. A loss of Keras that has such values is computed as it is. Any other loss is
     computed from the rows of all replicas.
     """
-
-    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        replica_slice = partial()
-        if replica_slice is None:
-            return original(self, y_true, y_pred, sample_weight)
-        if global_values.are_known(replica_slice):
-            function = getattr(self, "fn", type(self))
-            with of_keras_by_rows.set_to(is_of_keras(function) and have_rows(y_true, y_pred)):
-                found = original(self, y_true, y_pred, sample_weight)
-            kind = row_labels.label_of(found).kind
-            # The user's code that reduces these values gets values of the global batch itself.
-            if kind is not Kind.LOCAL and found.shape.rank != 0:
-                return found
-            if kind is not Kind.LOCAL:
-                return global_values.averaged(replica_slice, found)
-        seen = losses.Seen()
-        # The result of this call is not used in the step. It only shows how the loss is computed.
-        with losses.watching(seen), computing(replica_slice.alone()):
-            found = original(self, y_true, y_pred, sample_weight)
-        by_rows = not seen.scalar and (seen.reduced or found.shape.rank)
-        if by_rows and is_of_keras(getattr(self, "fn", type(self))):
-            return original(self, y_true, y_pred, sample_weight)
-        compute = functools.partial(original, self)
-        return losses.from_all_rows(replica_slice, compute, y_true, y_pred, sample_weight, ATTACHED)
-
-    return call
+    compute = functools.partial(original, loss)
+    is_keras = is_of_keras(getattr(loss, "fn", type(loss)))
+    if global_values.are_known(replica_slice):
+        with of_keras_by_rows.set_to(is_keras and have_rows(y_true, y_pred)):
+            value = compute(y_true, y_pred, sample_weight)
+        kind = row_labels.label_of(value).kind
+        # The user's code reduces these values later. That result becomes global by itself.
+        if kind is not Kind.LOCAL and value.shape.rank != 0:
+            return value
+        if kind is not Kind.LOCAL:
+            return global_values.averaged(replica_slice, value)
+    calls = losses.LossCalls()
+    # This call only shows how the loss is computed. The step does not use its result.
+    with losses.watching(calls), computing(replica_slice.alone()):
+        value = compute(y_true, y_pred, sample_weight)
+    by_rows = not calls.scalar and (calls.reduced or value.shape.rank)
+    if by_rows and is_keras:
+        return compute(y_true, y_pred, sample_weight)
+    return losses.from_all_rows(replica_slice, compute, y_true, y_pred, sample_weight, ATTACHED)
 
 
-def _added_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an `_aggregate_additional_loss` that makes a vector a part of the global sum."""
-
-    def aggregate(self: Any, loss: Any) -> Any:
-        replica_slice = partial()
-        if replica_slice is not None and not global_values.are_known(replica_slice):
-            loss = losses.added_loss(replica_slice, loss)
-        return original(self, loss)
-
-    return aggregate
+def _added_loss(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, trainer: Any, loss: Any
+) -> Any:
+    """Returns Keras' sum of a loss from `add_loss`, as this replica's part of the global sum."""
+    if not global_values.are_known(replica_slice):
+        loss = losses.added_loss(replica_slice, loss)
+    return original(trainer, loss)
 
 
 def watch_losses(model: keras.Model) -> None:
@@ -165,4 +152,4 @@ def watch_losses(model: keras.Model) -> None:
     for loss in keras.tree.flatten(model.loss):
         if isinstance(loss, keras.losses.Loss):
             owner = next(cls for cls in type(loss).__mro__ if "__call__" in vars(cls))
-            replace(owner, "__call__", _loss_of_all_rows)
+            replace(owner, "__call__", in_replica_slice(_loss_of_all_rows))

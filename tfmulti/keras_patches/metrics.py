@@ -13,7 +13,6 @@ the result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,77 +20,67 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
-from tfmulti.distribution import (
-    global_values,
-    losses,
-    row_labels,
-)
-from tfmulti.distribution.replica_slice import (
-    ReplicaSlice,
-    computing,
-    partial,
-)
+from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.losses import ATTACHED, have_rows, of_keras_by_rows
-from tfmulti.keras_patches.patching import is_of_keras, replace
+from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
 def install() -> None:
     """Patches `update_state` of Keras' metrics that add up values or the mean of values."""
-    replace(keras.metrics.MeanMetricWrapper, "update_state", _metric_of_all_rows)
+    replace(keras.metrics.MeanMetricWrapper, "update_state", in_replica_slice(_metric_of_all_rows))
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
-        replace(metric, "update_state", _mean_of_shares)
+        replace(metric, "update_state", in_replica_slice(_part_of_mean))
 
 
-def _metric_of_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an `update_state` for metrics that keep the mean of a function's values."""
+def _metric_of_all_rows(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    metric: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Updates a metric that keeps the mean of a function's values, for `update_state`."""
+    # This call only finds out whether the function returns a value for each row.
+    with computing(replica_slice.alone()):
+        values = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
+    one_number = values.shape.rank == 0
+    has_labels = global_values.are_known(replica_slice)
+    kind = row_labels.label_of(values).kind if has_labels else Kind.LOCAL
+    unknown = kind is Kind.LOCAL
+    trusted = is_of_keras(metric._fn) and (unknown or have_rows(y_true, y_pred))
+    if kind is Kind.ROWS or (trusted and not one_number):
+        with of_keras_by_rows.set_to(True):
+            return original(metric, y_true, y_pred, sample_weight)
+    if not unknown:
+        mask = getattr(y_pred, "_keras_mask", None)
+        weights = loss_module.apply_mask(sample_weight, mask, metric.dtype, "sum")
+        return keras.metrics.Mean.update_state(metric, values, weights)
+    # Every replica computes the number of the whole batch, and the replicas' states are summed
+    # later. So only replica 0 may count it.
+    context = tf.distribute.get_replica_context()
+    counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
 
-    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        replica_slice = partial()
-        if replica_slice is None:
-            return original(self, y_true, y_pred, sample_weight)
-        values = functools.partial(self._fn, **self._fn_kwargs)
-        # This call only finds out whether the function returns a value for each row.
-        with computing(replica_slice.alone()):
-            found = tf.convert_to_tensor(values(y_true, y_pred))
-        one_number = found.shape.rank == 0
-        known = global_values.are_known(replica_slice)
-        kind = row_labels.label_of(found).kind if known else Kind.LOCAL
-        unknown = kind is Kind.LOCAL
-        trusted = is_of_keras(self._fn) and (unknown or have_rows(y_true, y_pred))
-        if kind is Kind.ROWS or (trusted and not one_number):
-            with of_keras_by_rows.set_to(True):
-                return original(self, y_true, y_pred, sample_weight)
-        if not unknown:
-            mask = getattr(y_pred, "_keras_mask", None)
-            weights = loss_module.apply_mask(sample_weight, mask, self.dtype, "sum")
-            return keras.metrics.Mean.update_state(self, found, weights)
-        # Every replica computes the number of the whole batch, and the replicas' states are summed
-        # later. So only replica 0 may count it.
-        context = tf.distribute.get_replica_context()
-        counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
+    def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
+        if weights is None:
+            weights = tf.ones([] if one_number else tf.shape(y_pred)[:1])
+        original(metric, y_true, y_pred, counts * tf.cast(weights, tf.float32))
+        return tf.zeros([])
 
-        def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
-            if weights is None:
-                weights = tf.ones([] if one_number else tf.shape(y_pred)[:1])
-            original(self, y_true, y_pred, counts * tf.cast(weights, tf.float32))
-            return tf.zeros([])
-
-        return losses.from_all_rows(replica_slice, update, y_true, y_pred, sample_weight, ATTACHED)
-
-    return update_state
+    return losses.from_all_rows(replica_slice, update, y_true, y_pred, sample_weight, ATTACHED)
 
 
-def _mean_of_shares(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an `update_state` for metrics that keep a sum of values or their weighted mean."""
-
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        replica_slice = partial()
-        if replica_slice is not None:
-            values, sample_weight = _counted_once(replica_slice, values, sample_weight)
-        return original(self, values, sample_weight)
-
-    return update_state
+def _part_of_mean(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    metric: Any,
+    values: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Updates a metric that keeps a sum of values or their mean, for `update_state`."""
+    return original(metric, *_counted_once(replica_slice, values, sample_weight))
 
 
 def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:
@@ -109,26 +98,26 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     global_values.note_unknown(replica_slice, tensor)
     if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
         return values, weight
-    weighs = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
+    weight_kind = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
     # The weight's dependence on the rows may be unknown, as for the rows of a ragged tensor.
-    if weighs is Kind.LOCAL:
+    if weight_kind is Kind.LOCAL:
         global_values.note_unknown(replica_slice, weight)
     # A weight that counts this replica's rows asks for the replicas' mean by rows. A weight that
     # is not understood is treated alike.
-    if weighs in (Kind.COUNT, Kind.LOCAL):
+    if weight_kind in (Kind.COUNT, Kind.LOCAL):
         return global_values.averaged(replica_slice, tensor), weight
-    if weighs is Kind.ALIKE:
-        found = global_values.averaged(replica_slice, tensor)
+    if weight_kind is Kind.ALIKE:
+        average = global_values.averaged(replica_slice, tensor)
         if weight is not None:
-            return found, replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
+            return average, replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
         # Without weights each value of a vector counts by itself, so each gets the part as its
         # weight. With one weight for all of them, Keras would count their mean once.
-        return found, tf.fill(
-            tf.shape(found)[:1], replica_slice.weight
-        ) if found.shape.rank else replica_slice.weight
+        return average, tf.fill(
+            tf.shape(average)[:1], replica_slice.weight
+        ) if average.shape.rank else replica_slice.weight
     # Each replica holds a part of the whole weight.
-    if weighs is Kind.SUM:
+    if weight_kind is Kind.SUM:
         return global_values.of_one_device(replica_slice, tensor), weight
-    whole = global_values.of_one_device(replica_slice, weight)
-    part = tf.cast(whole, replica_slice.weight.dtype) * replica_slice.weight
-    return global_values.of_one_device(replica_slice, tensor), part
+    global_weight = global_values.of_one_device(replica_slice, weight)
+    own_part = tf.cast(global_weight, replica_slice.weight.dtype) * replica_slice.weight
+    return global_values.of_one_device(replica_slice, tensor), own_part

@@ -46,7 +46,7 @@ def last_operations(model: keras.Model) -> list[Any] | None:
         outputs = keras.tree.flatten(model.outputs)
     except (AttributeError, ValueError):
         return None
-    found = []
+    operations = []
     for output in outputs or []:
         operation = output._keras_history.operation
         if isinstance(operation, keras.Model):
@@ -59,8 +59,8 @@ def last_operations(model: keras.Model) -> list[Any] | None:
             if inner is None:
                 return None
             operation = inner[0]
-        found.append(operation)
-    return found or None
+        operations.append(operation)
+    return operations or None
 
 
 def _does_nothing(operation: Any) -> bool:
@@ -74,10 +74,10 @@ def all_metric_variables(model: keras.Model) -> list[Any]:
 
     They include metrics that a `metrics` property of the user's own does not list.
     """
-    known = {id(v): v for v in metric_variables(model)}
+    variables = {id(v): v for v in metric_variables(model)}
     for metric in keras.Model.metrics.fget(model):
-        known.update({id(v): v for v in metric.variables})
-    return list(known.values())
+        variables.update({id(v): v for v in metric.variables})
+    return list(variables.values())
 
 
 def seed_variables(model: keras.Model) -> list[Any]:
@@ -121,16 +121,16 @@ def moving_statistics(model: keras.Model, *, sync_batch_norm: bool) -> list[Any]
         model: the model.
         sync_batch_norm: whether every BatchNormalization is synchronized.
     """
-    found = {}
+    statistics = {}
     for layer in layers_of(model):
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
-        meets = normalizes and (sync_batch_norm or layer.synchronized)
-        if layer.trainable and not meets:
+        is_synchronized = normalizes and (sync_batch_norm or layer.synchronized)
+        if layer.trainable and not is_synchronized:
             for variable in layer._non_trainable_variables:
                 if tf.as_dtype(variable.dtype).is_floating:
-                    found[id(variable)] = variable
+                    statistics[id(variable)] = variable
     metrics = {id(v) for v in metric_variables(model)}
-    return [v for key, v in found.items() if key not in metrics]
+    return [v for key, v in statistics.items() if key not in metrics]
 
 
 def flush_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
@@ -140,7 +140,7 @@ def flush_tensorboard(callback: keras.callbacks.TensorBoard) -> None:
 
 
 def initial_epoch_of(model: keras.Model, initial_epoch: int) -> int:
-    """Returns the epoch from which a BackupAndRestore callback wants to resume, or the given one.
+    """Returns the epoch from which a BackupAndRestore callback resumes, or the given epoch.
 
     Args:
         model: the model, on which the callback leaves its epoch.
@@ -168,8 +168,8 @@ def operations_of(model: keras.Model) -> list[Any]:
     """Returns the operations in a model, and in the models within it, that are not layers."""
     return [
         operation
-        for each in layers_of(model)
-        for operation in getattr(each, "_operations", [])
+        for layer in layers_of(model)
+        for operation in getattr(layer, "_operations", [])
         if not isinstance(operation, keras.layers.Layer)
     ]
 

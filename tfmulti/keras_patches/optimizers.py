@@ -23,25 +23,20 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfmulti.distribution import (
-    collectives,
-    global_values,
-)
-from tfmulti.distribution.replica_slice import (
-    partial,
-)
+from tfmulti.distribution import collectives, global_values
+from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.cpu_speed import updates
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled
-from tfmulti.keras_patches.patching import replace
+from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 Gradients = Sequence[Any]
 
 
 def install() -> None:
     """Patches the methods by which Keras' optimizers reduce gradients and update variables."""
-    replace(TFOptimizer, "_all_reduce_sum_gradients", _unless_unknown)
+    replace(TFOptimizer, "_all_reduce_sum_gradients", in_replica_slice(_refuse_unknown))
     for name in (
         "_backend_update_step",
         "_apply_weight_decay",
@@ -51,19 +46,14 @@ def install() -> None:
         replace(TFOptimizer, name, _on_each_replica)
 
 
-def _unless_unknown(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Keras' reduction, which raises ModelError for an optimizer outside the model."""
-
-    def reduce(optimizer: Any, grads_and_vars: Any) -> Any:
-        if partial() is not None:
-            raise ModelError(
-                f"the train_step applies gradients with a {type(optimizer).__name__} that is not "
-                "part of the model, so they would be summed, not averaged. Keep it as an "
-                "attribute of the model."
-            )
-        return original(optimizer, grads_and_vars)
-
-    return reduce
+def _refuse_unknown(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, optimizer: Any, grads_and_vars: Any
+) -> Any:
+    """Raises ModelError for an optimizer outside the model, instead of Keras' reduction."""
+    raise ModelError(
+        f"the train_step applies gradients with a {type(optimizer).__name__} that is not part of "
+        "the model, so they would be summed, not averaged. Keep it as an attribute of the model."
+    )
 
 
 class _UpdatesReplica:
@@ -161,15 +151,15 @@ def _compute_before_waits(gradients: Gradients) -> None:
     waits = set(collectives.waits())
     if not waits:
         return
-    found, rest = set(), [g.op for g in gradients if isinstance(g, tf.Tensor)]
+    makers, to_visit = set(), [g.op for g in gradients if isinstance(g, tf.Tensor)]
     # The list grows in the loop: AddN adds a regularizer's part to the gradient of the layer.
-    for operation in rest:
-        found.add(operation)
+    for operation in to_visit:
+        makers.add(operation)
         if operation.type == "AddN":
-            rest += [value.op for value in operation.inputs]
+            to_visit += [value.op for value in operation.inputs]
     ready: list[tf.Operation] = []
     for operation in tf.compat.v1.get_default_graph().get_operations():
-        if operation in found:
+        if operation in makers:
             ready.append(operation)
         elif operation in waits:
             operation._add_control_inputs(ready)
@@ -207,7 +197,8 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return list(getattr(optimizer, "optimizers", [])) if inner is None else [inner]
 
 
-def _mix_in(thing: Any, mixin: type) -> None:
+def _mix_in(instance: Any, mixin: type) -> None:
     """Gives an object a class derived from its own and from `mixin`, unless it has one."""
-    if not isinstance(thing, mixin):
-        object.__setattr__(thing, "__class__", derived_class(type(thing), (mixin, type(thing))))
+    if not isinstance(instance, mixin):
+        own_class = type(instance)
+        object.__setattr__(instance, "__class__", derived_class(own_class, (mixin, own_class)))

@@ -8,9 +8,7 @@ from typing import Any
 
 import keras
 
-from tfmulti.distribution.replica_slice import (
-    partial,
-)
+from tfmulti.distribution.replica_slice import partial
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

@@ -3,7 +3,7 @@
 One device draws a tensor of random numbers for the global batch. Each replica gets the numbers
 that stand at its own rows of that tensor (`distribution.randomness`). So all replicas must draw
 from the same seed. Keras keeps its generator for draws without a seed once per thread, and
-TensorFlow traces each replica in a thread of its own. `step_generator` returns one generator for
+TensorFlow traces each replica in its own thread. `step_generator` returns one generator for
 all replicas in its place.
 
 | what | private name | upstream | can go when |
@@ -35,14 +35,8 @@ from keras.src.random.seed_generator import (
 )
 from tensorflow.python.eager import context
 
-from tfmulti.distribution import (
-    randomness,
-)
-from tfmulti.distribution.replica_slice import (
-    ReplicaSlice,
-    partial,
-    refuse_to_compile,
-)
+from tfmulti.distribution import randomness
+from tfmulti.distribution.replica_slice import ReplicaSlice, partial, refuse_to_compile
 from tfmulti.keras_patches.patching import replace
 
 # The attribute of a strategy that holds the generator of `step_generator`.
@@ -73,9 +67,9 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
         return None
-    made = global_generator()
+    keras_generator = global_generator()
     generator: keras.random.SeedGenerator | None = vars(strategy).get(_GENERATOR)
-    if generator is not None and generator is made:
+    if generator is not None and generator is keras_generator:
         return generator
     if generator is None or generator in _drawn_from:
         with strategy.scope():
@@ -83,7 +77,7 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
             generator = keras.random.SeedGenerator(0)
         vars(strategy)[_GENERATOR] = generator
     generator.state.assign(_next_global_seed())
-    if made is not None:
+    if keras_generator is not None:
         _drawn_from.add(generator)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
     return generator
@@ -98,15 +92,15 @@ def share_generator(generator: keras.random.SeedGenerator | None) -> None:
     Args:
         generator: what `step_generator` returned.
     """
-    made = global_generator()
-    if generator is None or generator is made or generator not in _drawn_from:
+    keras_generator = global_generator()
+    if generator is None or generator is keras_generator or generator not in _drawn_from:
         return
     # In eager mode the step has run, so the generator's state has moved on and must stay.
     has_drawn = tf.executing_eagerly()
     with tf.init_scope():
-        made = global_seed_generator()
+        keras_generator = global_seed_generator()
         if not has_drawn:
-            generator.state.assign(made.state)
+            generator.state.assign(keras_generator.state)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 
@@ -116,9 +110,9 @@ def _next_global_seed() -> Any:
     Keras makes its generator at the first draw without a seed, by a draw from Python's generator.
     Python's generator keeps its state here.
     """
-    made = global_generator()
-    if made is not None:
-        return made.state
+    generator = global_generator()
+    if generator is not None:
+        return generator.state
     python = random.getstate()
     try:
         return [make_default_seed(), 0]
@@ -133,14 +127,14 @@ def with_global_generator() -> Iterator[None]:
     Afterwards Keras has its earlier generator, or none. To make the generator takes a draw from
     Python's generator, whose state is put back at once.
     """
-    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    python = random.getstate()
+    outer_generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    python_state = random.getstate()
     try:
         global_seed_generator()
-        random.setstate(python)
+        random.setstate(python_state)
         yield
     finally:
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, outer_generator)
 
 
 def global_generator() -> keras.random.SeedGenerator | None:
@@ -167,7 +161,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
-        mine = functools.partial(draw, original)
+        draw_of_slice = functools.partial(draw, original)
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             refuse_to_compile("draws random numbers, and XLA would draw other ones")
@@ -180,7 +174,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
             if "dtype" in arguments:
                 arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
             seed = _seed(replica_slice, arguments.pop("seed"))
-            return randomness.by_parts(mine, replica_slice, seed, arguments)
+            return randomness.by_parts(draw_of_slice, replica_slice, seed, arguments)
 
         return drawn
 

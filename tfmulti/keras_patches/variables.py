@@ -60,41 +60,36 @@ def new_tf_variable(variable: Any, value: Any) -> tf.Variable:
         variable: the Keras variable.
         value: the first value of the new `tf.Variable`.
     """
-    before = variable._value
+    old_variable = variable._value
     variable._initialize(value)
-    made, variable._value = variable._value, before
-    return made
+    new_variable, variable._value = variable._value, old_variable
+    return new_variable
 
 
-def strategy_of(thing: Any) -> tf.distribute.Strategy | None:
+def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
     """Returns the strategy whose scope a model or optimizer was made in, or None for no scope."""
-    if isinstance(thing, keras.Model):
-        found = thing._distribute_strategy
+    if isinstance(owner, keras.Model):
+        strategy = owner._distribute_strategy
     else:
-        found = vars(thing).get("_distribution_strategy")
+        strategy = vars(owner).get("_distribution_strategy")
     # Keras stores TensorFlow's default strategy in an optimizer that was made outside every scope.
-    is_default = found is not None and not _is_real(found)
-    return None if is_default else found
+    is_default = type(strategy).__name__ == "_DefaultDistributionStrategy"
+    return None if is_default else strategy
 
 
-def _is_real(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a strategy is not TensorFlow's default one."""
-    return type(strategy).__name__ != "_DefaultDistributionStrategy"
-
-
-def set_strategy(thing: Any, strategy: tf.distribute.Strategy | None) -> None:
+def set_strategy(owner: Any, strategy: tf.distribute.Strategy | None) -> None:
     """Sets the strategy of a model or optimizer; None stands for "made in no scope"."""
-    if isinstance(thing, keras.Model):
-        thing._distribute_strategy = strategy
+    if isinstance(owner, keras.Model):
+        owner._distribute_strategy = strategy
         return
     if strategy is None:
         # A new graph is inside no strategy's scope.
         with tf.Graph().as_default():
             strategy = tf.distribute.get_strategy()
-    vars(thing)["_distribution_strategy"] = strategy
+    vars(owner)["_distribution_strategy"] = strategy
 
 
-def attributes_of(thing: Any) -> list[tuple[str, Any]]:
+def attributes_of(owner: Any) -> list[tuple[str, Any]]:
     """Returns the attributes of an object that may hold variables, by name.
 
     The nodes of a symbolic call are left out: they lead to every layer of the graph. TensorFlow
@@ -102,8 +97,8 @@ def attributes_of(thing: Any) -> list[tuple[str, Any]]:
     variable first under the user's own name.
     """
     nodes = ("_inbound_nodes", "_outbound_nodes")
-    found = [(name, value) for name, value in vars(thing).items() if name not in nodes]
-    return sorted(found, key=lambda item: item[0].startswith("_self_"))
+    attributes = [(name, value) for name, value in vars(owner).items() if name not in nodes]
+    return sorted(attributes, key=lambda item: item[0].startswith("_self_"))
 
 
 Keys = dict[Any, Any]
@@ -127,19 +122,19 @@ def exchange_keys(optimizers: Sequence[Any], keys: Keys) -> list[tuple[Any, str,
     Returns:
         The optimizer, name and old value of each changed attribute, for `restore_keys`.
     """
-    before = []
+    old_attributes = []
     for optimizer in optimizers:
-        new = {old: optimizer._var_key(v) for old, v in keys.items()}
+        new_keys = {old_key: optimizer._var_key(v) for old_key, v in keys.items()}
         for name, value in list(vars(optimizer).items()):
-            if not isinstance(value, (dict, set)) or not any(_in(key, new) for key in value):
+            if not isinstance(value, (dict, set)) or not any(_in(key, new_keys) for key in value):
                 continue
             if isinstance(value, dict):
-                changed: Any = {new[k] if _in(k, new) else k: v for k, v in value.items()}
+                changed: Any = {new_keys[k] if _in(k, new_keys) else k: v for k, v in value.items()}
             else:
-                changed = {new[k] if _in(k, new) else k for k in value}
-            before.append((optimizer, name, value))
+                changed = {new_keys[k] if _in(k, new_keys) else k for k in value}
+            old_attributes.append((optimizer, name, value))
             vars(optimizer)[name] = changed
-    return before
+    return old_attributes
 
 
 def _in(key: Any, keys: Keys) -> bool:
@@ -147,11 +142,11 @@ def _in(key: Any, keys: Keys) -> bool:
     return isinstance(key, str) and key in keys
 
 
-def restore_keys(before: Sequence[tuple[Any, str, Any]]) -> None:
+def restore_keys(old_attributes: Sequence[tuple[Any, str, Any]]) -> None:
     """Undoes `exchange_keys`.
 
     Args:
-        before: what `exchange_keys` returned.
+        old_attributes: what `exchange_keys` returned.
     """
-    for optimizer, name, value in before:
+    for optimizer, name, value in old_attributes:
         vars(optimizer)[name] = value

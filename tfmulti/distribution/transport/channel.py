@@ -6,16 +6,17 @@ order, the key and the length of the payload in bytes:
     key (8 bytes) | length (8 bytes) | payload (length bytes)
 
 An exchange is one message from each worker to each other worker, all with the same key. `send`
-begins the exchange and `receive` ends it. Any number of exchanges may be under way. Exchanges of
-one key are told apart by their order. A message that arrives before this worker has begun the
-exchange is kept until then.
+begins the exchange and `receive` ends it. Many exchanges may be open at the same time. Exchanges
+with the same key are told apart by their order. A message that arrives before this worker has begun
+the exchange is kept until then.
 
-The caller of `send` sends what the connections take at once. The receiver thread sends the rest,
-and it receives large messages, so these travel while the worker computes. The caller of `receive`
-first polls the connections itself for a short time, and then waits for the receiver thread.
+The caller of `send` sends as many bytes as the connections take at once. The receiver thread sends
+the rest. It also receives large messages, so these travel while the worker computes. The caller
+of `receive` first polls the connections itself for a short time. Then it waits for the receiver
+thread.
 
-There is no acknowledgement and no repetition beyond TCP's own: messages arrive whole and in order,
-or the connection breaks. Then the exchanges that still need a message of that worker fail.
+Only TCP acknowledges and repeats data: messages arrive whole and in order, or the connection
+breaks. Then the exchanges that still need a message of that worker fail.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ CHECK_EVERY_S = 1.0
 # A waiting caller polls the connections itself for this long, because waking the receiver thread
 # takes longer (docs/measurements.md).
 BUSY_POLL_S = 0.0003
-# So many received bytes wake the receiver thread while no caller waits for it.
-ENOUGH_BYTES = 65_536
-# So many exchanges that have ended are remembered.
-REMEMBERED = 32
+# This many received bytes wake the receiver thread while no caller waits for it.
+WAKE_BYTES = 65_536
+# `last` returns up to this many exchanges that have ended.
+MAX_RECORDS = 32
 _HEADER = struct.Struct("<QQ")  # key, bytes
 
 
 class ChannelError(ConnectionError):
-    """Raised when a worker cannot be reached, or has ended."""
+    """A worker cannot be reached, or has ended."""
 
 
 class ExchangeRecord(NamedTuple):
@@ -61,7 +62,7 @@ class ExchangeRecord(NamedTuple):
         key: the key of the exchange.
         began_s: when this worker began it, in seconds of `time.monotonic`.
         ended_s: when `receive` has returned or failed; None while the exchange is open.
-        missing: the ranks of the workers whose messages have not come.
+        missing: the ranks of the workers whose messages have not arrived.
     """
 
     key: int
@@ -71,16 +72,16 @@ class ExchangeRecord(NamedTuple):
 
 
 class _Exchange:
-    """The messages of one exchange that this worker receives, and how many are still under way.
+    """The messages that this worker receives in one exchange, and the number of pending ones.
 
     The exchange ends when all its messages have been received and sent, or by an error.
     """
 
     def __init__(self, others: int) -> None:
         self.received: dict[int, np.ndarray] = {}
-        self.since_s = time.monotonic()
-        # The messages that are still to be sent and to be received.
-        self.left = 2 * others
+        self.began_s = time.monotonic()
+        # How many messages are still to be sent or received.
+        self.pending_messages = 2 * others
         self.error: ChannelError | None = None
         # The lock is held until the exchange ends.
         self.done = threading.Lock()
@@ -94,8 +95,8 @@ class _Exchange:
 
     def count(self) -> None:
         """Counts a message that was sent or received; the last one ends the exchange."""
-        self.left -= 1
-        if self.left == 0:
+        self.pending_messages -= 1
+        if self.pending_messages == 0:
             self.end()
 
     def take(self, rank: int, payload: np.ndarray) -> None:
@@ -105,7 +106,7 @@ class _Exchange:
 
 
 class _Peer:
-    """A connection, what waits to be sent on it, and what is being received."""
+    """A connection to another worker, with its outgoing and incoming messages."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
@@ -118,11 +119,11 @@ class _Peer:
         # Held by the thread that reads: the caller of `receive`, or the receiver thread.
         self.reading = threading.Lock()
         self.header = bytearray(_HEADER.size)
-        # The key of the message whose payload is being received; None while a header is.
+        # The key of the message whose payload is being received, or None during a header.
         self.key: int | None = None
         self.payload = np.empty(0, np.uint8)
-        self.rest = memoryview(self.header)
-        self.early: dict[int, deque[np.ndarray]] = defaultdict(deque)
+        self.unread = memoryview(self.header)
+        self.early_messages: dict[int, deque[np.ndarray]] = defaultdict(deque)
 
 
 class Channel:
@@ -139,28 +140,28 @@ class Channel:
         self, connections: Mapping[int, socket.socket], check: Callable[[], None] = lambda: None
     ) -> None:
         self._check = check
-        # The bytes that `send` was given for all other workers together, and those that are rows.
+        # The bytes that were given to `send`, and those of them that are rows.
         self.sent_bytes = 0
         self.sent_row_bytes = 0
-        # How long `receive` has waited in all, in seconds.
+        # The total time that `receive` has waited.
         self.waited_s = 0.0
         self._peers = [_Peer(rank, connection) for rank, connection in sorted(connections.items())]
-        self._at = {peer.connection.fileno(): peer for peer in self._peers}
-        # Guards what several threads write: the exchanges, and the messages that came early.
+        self._peer_of = {peer.connection.fileno(): peer for peer in self._peers}
+        # Guards the exchanges and the early messages, which several threads change.
         self._lock = threading.Lock()
         self._open: dict[int, deque[_Exchange]] = defaultdict(deque)
-        self._last: deque[ExchangeRecord] = deque(maxlen=REMEMBERED)
+        self._last: deque[ExchangeRecord] = deque(maxlen=MAX_RECORDS)
         self._epoll = select.epoll()
-        for number in self._at:
+        for number in self._peer_of:
             self._epoll.register(number, select.EPOLLIN)
         # The number of callers that wait for the receiver thread.
         self._waiting = 0
-        self._wake_for(ENOUGH_BYTES)
+        self._wake_for(WAKE_BYTES)
         # Wakes the receiver thread when the channel is closed.
         self._closing = os.eventfd(0)
         self._epoll.register(self._closing, select.EPOLLIN)
-        # A forked child closes its copies of the sockets. While it held them open, the other
-        # workers would not learn that this process has ended.
+        # A forked child closes its copies of the sockets. Open copies would hide the end of this
+        # process from the other workers.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
         threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
 
@@ -176,14 +177,14 @@ class Channel:
         """
         exchange = _Exchange(len(self._peers))
         with self._lock:
-            given = sum(value.nbytes for value in values)
-            self.sent_bytes += given
-            self.sent_row_bytes += given if are_rows else 0
+            byte_count = sum(value.nbytes for value in values)
+            self.sent_bytes += byte_count
+            self.sent_row_bytes += byte_count if are_rows else 0
             self._open[key].append(exchange)
             for peer in self._peers:
-                # A message that came before the worker was lost counts.
-                if peer.early[key]:
-                    exchange.take(peer.rank, peer.early[key].popleft())
+                # A message that arrived before its worker was lost is still used.
+                if peer.early_messages[key]:
+                    exchange.take(peer.rank, peer.early_messages[key].popleft())
                 elif peer.lost is not None:
                     exchange.end(peer.lost)
         for peer, value in zip(self._peers, values, strict=True):
@@ -197,8 +198,8 @@ class Channel:
     def receive(self, key: int) -> list[np.ndarray]:
         """Returns the bytes that each other worker has sent with a key, as uint8 arrays.
 
-        They are in the order of the ranks, and TensorFlow takes them without a copy (`aligned`).
-        The method waits until this worker's own messages of the exchange have been sent, too.
+        They are in the order of the ranks, and TensorFlow uses them without a copy (`aligned`).
+        The method also waits until this worker's own messages of the exchange have been sent.
 
         Raises:
             ChannelError: a worker was lost before its message had arrived.
@@ -207,7 +208,7 @@ class Channel:
             exchange = self._open[key][0]
         began_s = time.monotonic()
         try:
-            if not self._read_soon(exchange):
+            if not self._poll(exchange):
                 self._wait(exchange)
         finally:
             with self._lock:
@@ -215,22 +216,22 @@ class Channel:
                 now_s = time.monotonic()
                 self.waited_s += now_s - began_s
                 missing = self._missing(exchange)
-                self._last.append(ExchangeRecord(key, exchange.since_s, now_s, missing))
+                self._last.append(ExchangeRecord(key, exchange.began_s, now_s, missing))
         if exchange.error is not None:
             raise exchange.error
         return [exchange.received[peer.rank] for peer in self._peers]
 
     def last(self) -> list[ExchangeRecord]:
-        """Returns the last exchanges that have ended, and all that are open, in this order.
+        """Returns the records of the last exchanges that have ended, and then of all open ones.
 
-        An exchange that has ended and still misses messages has failed. After `close` the records
-        stay.
+        An exchange has failed if it has ended and still misses messages. Records outlive `close`.
         """
         with self._lock:
-            exchanges = [(key, each) for key, queue in self._open.items() for each in queue]
+            exchanges = [(key, exchange) for key, queue in self._open.items() for exchange in queue]
             ended = list(self._last)
         return ended + [
-            ExchangeRecord(key, each.since_s, None, self._missing(each)) for key, each in exchanges
+            ExchangeRecord(key, exchange.began_s, None, self._missing(exchange))
+            for key, exchange in exchanges
         ]
 
     def _missing(self, exchange: _Exchange) -> tuple[int, ...]:
@@ -239,17 +240,17 @@ class Channel:
             return ()
         return tuple(peer.rank for peer in self._peers if peer.rank not in exchange.received)
 
-    def _read_soon(self, exchange: _Exchange) -> bool:
+    def _poll(self, exchange: _Exchange) -> bool:
         """Polls the connections for up to `BUSY_POLL_S`. Returns whether the exchange has ended.
 
-        It stops while a message of this worker is still to be sent, since that is up to the
-        receiver thread.
+        It stops if a message of this worker is still to be sent, since the receiver thread sends
+        it.
         """
         until = time.perf_counter() + BUSY_POLL_S
         while not exchange.done.acquire(blocking=False):
             if any(peer.outgoing for peer in self._peers):
                 return False
-            # The time is taken before the reads, so each connection is read once at least.
+            # The time is checked before the reads, so each connection is read at least once.
             is_late = time.perf_counter() > until
             for peer in self._peers:
                 if peer.rank not in exchange.received and peer.reading.acquire(blocking=False):
@@ -263,7 +264,7 @@ class Channel:
         return True
 
     def _wait(self, exchange: _Exchange) -> None:
-        """Waits for the receiver thread to end the exchange, and calls `check` meanwhile."""
+        """Waits until the receiver thread ends the exchange, and calls `check` each second."""
         with self._lock:
             self._waiting += 1
             self._wake_for(1)
@@ -274,7 +275,7 @@ class Channel:
             with self._lock:
                 self._waiting -= 1
                 if not self._waiting:
-                    self._wake_for(ENOUGH_BYTES)
+                    self._wake_for(WAKE_BYTES)
 
     def _wake_for(self, count: int) -> None:
         """Sets how many received bytes of a connection wake the receiver thread (`SO_RCVLOWAT`).
@@ -290,8 +291,8 @@ class Channel:
         """Closes every connection.
 
         Exchanges that still need a message fail with `ChannelError`, here and on all other workers.
-        This is for use after an error, when exchanges may have begun whose messages nobody will
-        receive. The next exchanges of the same keys would otherwise get these messages.
+        It is for use after an error. Some open exchanges may then never be received, and later
+        exchanges with the same keys would get their messages.
         """
         for peer in self._peers:
             self._lose(peer, OSError("an error ended the exchanges with it"))
@@ -304,12 +305,12 @@ class Channel:
                 os.eventfd_write(self._closing, 1)
 
     def _serve(self) -> None:
-        """Is the receiver thread: sends and receives until all connections are lost."""
+        """Sends and receives until all connections are lost. The receiver thread runs it."""
         while any(peer.lost is None for peer in self._peers):
-            for number, event in self._epoll.poll():
-                if number == self._closing:
+            for descriptor, event in self._epoll.poll():
+                if descriptor == self._closing:
                     continue
-                peer = self._at[number]
+                peer = self._peer_of[descriptor]
                 if event & select.EPOLLOUT:
                     with peer.sending:
                         self._send_on(peer)
@@ -331,9 +332,9 @@ class Channel:
             peer.connection.close()
 
     def _send_on(self, peer: _Peer) -> None:
-        """Sends as much as a connection takes now. The caller holds `peer.sending`.
+        """Sends as many bytes as a connection takes now. The caller holds `peer.sending`.
 
-        If the connection takes no more, the receiver thread goes on as soon as it does.
+        The receiver thread sends the rest as soon as the connection takes more.
         """
         is_full = False
         try:
@@ -364,35 +365,35 @@ class Channel:
             return
         try:
             while True:
-                while len(peer.rest):
-                    count = peer.connection.recv_into(peer.rest)
+                while len(peer.unread):
+                    count = peer.connection.recv_into(peer.unread)
                     if not count:
                         raise ConnectionResetError("it has closed the connection")
-                    peer.rest = peer.rest[count:]
+                    peer.unread = peer.unread[count:]
                 self._advance(peer)
         except BlockingIOError:
             return
-        # Nothing else would tell the callers that wait about this error.
+        # A waiting caller learns of the error only from its exchange, which `_lose` ends.
         except Exception as error:
             self._lose(peer, error)
             with peer.sending:
                 self._send_on(peer)
 
     def _advance(self, peer: _Peer) -> None:
-        """Handles what was received whole: a header, or the payload that follows it."""
+        """Handles a header or a payload that was received completely."""
         if peer.key is None:
             peer.key, count = _HEADER.unpack(peer.header)
             peer.payload = aligned(count)
-            peer.rest = peer.payload.data
+            peer.unread = peer.payload.data
             return
         with self._lock:
             waiting = (e for e in self._open[peer.key] if peer.rank not in e.received)
             exchange = next(waiting, None)
             if exchange is None:
-                peer.early[peer.key].append(peer.payload)
+                peer.early_messages[peer.key].append(peer.payload)
             else:
                 exchange.take(peer.rank, peer.payload)
-        peer.key, peer.rest = None, memoryview(peer.header)
+        peer.key, peer.unread = None, memoryview(peer.header)
 
     def _lose(self, peer: _Peer, error: Exception) -> None:
         """Marks a worker as lost; exchanges that still need its message end with the error."""
@@ -403,7 +404,7 @@ class Channel:
             # The connection may have been closed already.
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(peer.connection)
-            for exchange in (e for each in self._open.values() for e in each):
+            for exchange in (e for queue in self._open.values() for e in queue):
                 if peer.rank not in exchange.received:
                     exchange.end(peer.lost)
 

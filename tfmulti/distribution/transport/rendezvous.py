@@ -1,4 +1,4 @@
-"""Connects every worker of a job with every other one over TCP (`channel` uses the connections).
+"""Connects every worker of a job with every other one over TCP, for `channel`.
 
 Each worker listens at an address. It calls the workers of lower ranks, and answers those of higher
 ranks. The caller and the answerer tell their ranks, and prove to each other that they know the
@@ -9,7 +9,7 @@ job's key. The key itself is never sent. The messages of a connection are, in th
     caller:    proof(key, "calls", both hellos)
 
 `tfmulti.cluster.job_secret` makes and checks the proofs. Each call is answered in a thread of its
-own, so a stranger that says nothing does not hold up the workers.
+own, so a stranger that sends nothing does not delay the workers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tfmulti.cluster.listening import keep_alive
 from tfmulti.distribution.transport.channel import ChannelError
 
 _HELLO = struct.Struct(f"<{NONCE_BYTES}sI")  # random bytes, rank
-# A caller must prove in this time that it is a worker of the job.
+# A caller must prove within this time that it is a worker of the job.
 _STRANGER_S = 3.0
-# So many calls are answered at the same time; others are refused.
+# This many calls are answered at the same time. Others are refused.
 _ANSWERED_AT_ONCE = 64
-# So often the worker looks which callers have proved to be workers.
-_LOOK_S = 0.1
+# How often the worker checks which callers have proved that they are workers.
+_POLL_S = 0.1
 
 
 def connect_workers(
@@ -48,28 +48,28 @@ def connect_workers(
         listener: the socket on which this worker listens; it is closed.
         rank: this worker's rank.
         addresses: the host and port of each worker's listener, in the order of their ranks.
-        key: bytes that all workers of the job know, and nobody else.
-        timeout_s: the seconds after which it gives up.
+        key: bytes that only the workers of the job know.
+        timeout_s: the time limit.
 
     Raises:
         ChannelError: a worker could not be reached in time, or another program answers at its
             address.
     """
     deadline_s = time.monotonic() + timeout_s
-    found: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     try:
         with listener:
             for other in range(rank):
-                found[other] = _call(other, addresses[other], rank, key, deadline_s)
+                connections[other] = _call(other, addresses[other], rank, key, deadline_s)
             later = set(range(rank + 1, len(addresses)))
-            found |= _answer_all(listener, rank, later, key, deadline_s)
+            connections |= _answer_all(listener, rank, later, key, deadline_s)
     except OSError as error:
-        for connection in found.values():
+        for connection in connections.values():
             connection.close()
         raise ChannelError(f"worker {rank} does not reach all others: {error}") from error
-    for connection in found.values():
+    for connection in connections.values():
         _set_up(connection)
-    return found
+    return connections
 
 
 def _set_up(connection: socket.socket) -> None:
@@ -79,24 +79,24 @@ def _set_up(connection: socket.socket) -> None:
     connection.setblocking(False)
 
 
-def _left(deadline_s: float) -> float:
-    """Returns the seconds until a deadline; raises TimeoutError if it is over."""
-    left = deadline_s - time.monotonic()
-    if left <= 0:
+def _time_left(deadline_s: float) -> float:
+    """Returns the seconds until a deadline, or raises TimeoutError if it has passed."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
         raise TimeoutError("timed out")
-    return left
+    return left_s
 
 
 def _call(
     other: int, address: tuple[str, int], rank: int, key: bytes, deadline_s: float
 ) -> socket.socket:
     """Returns the connection to a worker of a lower rank, which has proved that it has the key."""
-    connection = socket.create_connection(address, timeout=_left(deadline_s))
+    connection = socket.create_connection(address, timeout=_time_left(deadline_s))
     ours = _HELLO.pack(nonce(), rank)
     connection.sendall(ours)
     try:
-        theirs = _exactly(connection, _HELLO.size, deadline_s)
-        its_proof = _exactly(connection, PROOF_BYTES, deadline_s)
+        theirs = _receive(connection, _HELLO.size, deadline_s)
+        its_proof = _receive(connection, PROOF_BYTES, deadline_s)
     except ConnectionError:
         theirs = its_proof = b""
     if not is_proof(its_proof, key, b"answers", ours, theirs) or _HELLO.unpack(theirs)[1] != other:
@@ -112,75 +112,74 @@ def _call(
 def _answer_all(
     listener: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
 ) -> dict[int, socket.socket]:
-    """Returns a connection from each of these ranks, and answers strangers beside them."""
+    """Returns a connection from each of these ranks, and turns away strangers."""
     answered: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
-    places = threading.BoundedSemaphore(_ANSWERED_AT_ONCE)
-    found: dict[int, socket.socket] = {}
+    slots = threading.BoundedSemaphore(_ANSWERED_AT_ONCE)
+    connections: dict[int, socket.socket] = {}
 
     def answer(connection: socket.socket) -> None:
-        who = _answer(connection, rank, ranks, key, deadline_s)
-        if who is not None:
-            answered.put((who, connection))
-        places.release()
+        caller = _answer(connection, rank, ranks, key, deadline_s)
+        if caller is not None:
+            answered.put((caller, connection))
+        slots.release()
 
-    while ranks - found.keys():
-        listener.settimeout(min(_LOOK_S, _left(deadline_s)))
+    while ranks - connections.keys():
+        listener.settimeout(min(_POLL_S, _time_left(deadline_s)))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             pass
         except OSError:
-            # Too many files are open, or the caller has gone.
-            time.sleep(_LOOK_S)
+            # Too many files are open, or the caller has closed the connection.
+            time.sleep(_POLL_S)
         else:
-            if places.acquire(blocking=False):
-                _start(answer, connection, places)
+            if slots.acquire(blocking=False):
+                _start(answer, connection, slots)
             else:
                 connection.close()
         while not answered.empty():
-            who, connection = answered.get()
-            found[who] = connection
-    return found
+            caller, connection = answered.get()
+            connections[caller] = connection
+    return connections
 
 
 def _start(
-    answer: Callable[[socket.socket], None], connection: socket.socket, places: threading.Semaphore
+    answer: Callable[[socket.socket], None], connection: socket.socket, slots: threading.Semaphore
 ) -> None:
-    """Answers a call in a thread of its own, or refuses it if the system has none left."""
+    """Answers a call in a new thread, or refuses it if the system allows no more threads."""
     try:
         threading.Thread(target=answer, args=(connection,), daemon=True).start()
     except RuntimeError:
-        # The system has no more threads.
-        places.release()
+        slots.release()
         connection.close()
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _answer(
     connection: socket.socket, rank: int, ranks: set[int], key: bytes, deadline_s: float
 ) -> int | None:
-    """Returns the rank of a caller; None if it is a stranger, whose connection it closes."""
+    """Returns the rank of a caller, or closes the connection of a stranger and returns None."""
     deadline_s = min(deadline_s, time.monotonic() + _STRANGER_S)
     with contextlib.suppress(OSError):
-        theirs = _exactly(connection, _HELLO.size, deadline_s)
-        _, who = _HELLO.unpack(theirs)
-        if who in ranks:
+        theirs = _receive(connection, _HELLO.size, deadline_s)
+        _, caller = _HELLO.unpack(theirs)
+        if caller in ranks:
             ours = _HELLO.pack(nonce(), rank)
             connection.sendall(ours + proof(key, b"answers", theirs, ours))
-            its_proof = _exactly(connection, PROOF_BYTES, deadline_s)
+            its_proof = _receive(connection, PROOF_BYTES, deadline_s)
             if is_proof(its_proof, key, b"calls", theirs, ours):
-                return int(who)
+                return int(caller)
     connection.close()
     return None
 
 
-def _exactly(connection: socket.socket, count: int, deadline_s: float) -> bytes:
+def _receive(connection: socket.socket, count: int, deadline_s: float) -> bytes:
     """Returns `count` received bytes."""
-    found = b""
-    while len(found) < count:
-        connection.settimeout(_left(deadline_s))
-        more = connection.recv(count - len(found))
-        if not more:
+    received = b""
+    while len(received) < count:
+        connection.settimeout(_time_left(deadline_s))
+        chunk = connection.recv(count - len(received))
+        if not chunk:
             raise ChannelError("the connection was closed")
-        found += more
-    return found
+        received += chunk
+    return received

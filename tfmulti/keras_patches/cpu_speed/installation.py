@@ -19,9 +19,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as nn_module
 
-from tfmulti.distribution.replica_slice import (
-    current,
-)
+from tfmulti.distribution.replica_slice import current
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches.cpu_speed import kernels
 from tfmulti.keras_patches.patching import replace

@@ -65,24 +65,24 @@ def attention(
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
             upstream = _heads_first(upstream)
             by_weights = tf.matmul(upstream, value, transpose_b=True)
-            taken = tf.reduce_sum(upstream * outputs, -1, keepdims=True)
-            by_scores = weights * (by_weights - taken)
+            sums = tf.reduce_sum(upstream * outputs, -1, keepdims=True)
+            by_scores = weights * (by_weights - sums)
             # A target that sees no source has equal weights for all sources, not 0. So the
             # gradient must be masked, too.
             if seen is not None:
                 by_scores = tf.where(seen, by_scores, 0.0)
-            found = (
+            gradients = (
                 tf.matmul(by_scores, key) * scale,
                 tf.matmul(by_scores, query, transpose_a=True) * scale,
                 tf.matmul(weights, upstream, transpose_a=True),
             )
-            return [_heads_first(part) for part in found]
+            return [_heads_first(part) for part in gradients]
 
         return _heads_first(outputs), gradient
 
-    found = attend(query, key, value)
-    row_labels.mark_formula(found)
-    return found
+    outputs = attend(query, key, value)
+    row_labels.mark_formula(outputs)
+    return outputs
 
 
 # The score that Keras gives a source that a target does not see.
@@ -98,9 +98,9 @@ def _seen(mask: Any, is_causal: bool, query: tf.Tensor, key: tf.Tensor) -> tf.Te
     """Returns where a target sees a source, from both masks; None if it sees all."""
     seen = None if mask is None else tf.cast(mask, tf.bool)
     if is_causal:
-        places = tf.ones([tf.shape(query)[1], tf.shape(key)[1]], tf.bool)
-        before = tf.linalg.band_part(places, -1, 0)[tf.newaxis, tf.newaxis]
-        seen = before if seen is None else tf.logical_and(seen, before)
+        all_pairs = tf.ones([tf.shape(query)[1], tf.shape(key)[1]], tf.bool)
+        causal = tf.linalg.band_part(all_pairs, -1, 0)[tf.newaxis, tf.newaxis]
+        seen = causal if seen is None else tf.logical_and(seen, causal)
     return seen
 
 
@@ -129,7 +129,7 @@ def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
         outputs = x * slope + (-mean * slope + beta)
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
-            form = tf.shape(x)
+            shape = tf.shape(x)
             columns = tf.reshape(gamma / width, [width, 1])
             flat = tf.reshape(upstream, [-1, width])
             distances = tf.reshape(x - mean, [-1, width])
@@ -138,18 +138,20 @@ def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
             by_mean = tf.matmul(flat, columns)
             by_variance = tf.matmul(products, columns) * tf.square(inverse)
             by_x = (flat * gamma - by_mean - distances * by_variance) * inverse
-            each = [form[0], -1, width]
+            per_row = [shape[0], -1, width]
             by_gamma = tf.matmul(
-                tf.reshape(scale, [form[0], -1, 1]), tf.reshape(products, each), transpose_a=True
+                tf.reshape(scale, [shape[0], -1, 1]),
+                tf.reshape(products, per_row),
+                transpose_a=True,
             )
-            by_beta = tf.reduce_sum(tf.reduce_sum(tf.reshape(flat, each), 1), 0)
-            return [tf.reshape(by_x, form), tf.reduce_sum(by_gamma, [0, 1]), by_beta]
+            by_beta = tf.reduce_sum(tf.reduce_sum(tf.reshape(flat, per_row), 1), 0)
+            return [tf.reshape(by_x, shape), tf.reduce_sum(by_gamma, [0, 1]), by_beta]
 
         return outputs, gradient
 
-    found = normalize(inputs, gamma, beta)
-    row_labels.mark_formula(found)
-    return found
+    outputs = normalize(inputs, gamma, beta)
+    row_labels.mark_formula(outputs)
+    return outputs
 
 
 def _is_last_axis(axis: Any, inputs: tf.Tensor) -> bool:
@@ -175,8 +177,8 @@ def dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> 
     """
     if not _is_known(inputs) or inputs.shape.rank == 2:
         return original(layer, inputs, training=training)
-    found = _product(layer, inputs, 1)
-    return original(layer, inputs, training=training) if found is None else found
+    outputs = _product(layer, inputs, 1)
+    return original(layer, inputs, training=training) if outputs is None else outputs
 
 
 def einsum_dense(original: Original, layer: Any, inputs: Any, training: Any = None) -> tf.Tensor:
@@ -192,8 +194,8 @@ def einsum_dense(original: Original, layer: Any, inputs: Any, training: Any = No
         training: passed on to Keras' `call`.
     """
     summed = _summed_axes(layer.equation)
-    found = _product(layer, inputs, summed) if summed and _is_known(inputs) else None
-    return original(layer, inputs, training=training) if found is None else found
+    outputs = _product(layer, inputs, summed) if summed and _is_known(inputs) else None
+    return original(layer, inputs, training=training) if outputs is None else outputs
 
 
 def _product(layer: Any, inputs: tf.Tensor, summed: int) -> tf.Tensor | None:
@@ -203,19 +205,21 @@ def _product(layer: Any, inputs: tf.Tensor, summed: int) -> tf.Tensor | None:
     rows of one matrix. TensorFlow adds the bias, and applies a ReLU, while it writes the product.
     """
     bias, activation = layer.bias, layer.activation
-    into, out = list(layer.kernel.shape[:summed]), list(layer.kernel.shape[summed:])
-    fits = layer.compute_dtype == inputs.dtype and list(inputs.shape[-summed:]) == into
-    if not fits or (bias is not None and list(bias.shape) != out):
+    input_sizes, output_sizes = list(layer.kernel.shape[:summed]), list(layer.kernel.shape[summed:])
+    fits = layer.compute_dtype == inputs.dtype and list(inputs.shape[-summed:]) == input_sizes
+    if not fits or (bias is not None and list(bias.shape) != output_sizes):
         return None
-    kernel = tf.reshape(tf.convert_to_tensor(layer.kernel), [math.prod(into), math.prod(out)])
-    found = tf.matmul(tf.reshape(inputs, [-1, math.prod(into)]), kernel)
+    kernel = tf.reshape(
+        tf.convert_to_tensor(layer.kernel), [math.prod(input_sizes), math.prod(output_sizes)]
+    )
+    outputs = tf.matmul(tf.reshape(inputs, [-1, math.prod(input_sizes)]), kernel)
     if bias is not None:
-        found = tf.nn.bias_add(found, tf.reshape(tf.convert_to_tensor(bias), [-1]))
+        outputs = tf.nn.bias_add(outputs, tf.reshape(tf.convert_to_tensor(bias), [-1]))
     if activation is keras.activations.relu:
-        activation, found = None, tf.nn.relu(found)
-    form = tf.concat([tf.shape(inputs)[:-summed], out], 0)
-    found = tf.ensure_shape(tf.reshape(found, form), [*inputs.shape[:-summed], *out])
-    return found if activation is None else activation(found)
+        activation, outputs = None, tf.nn.relu(outputs)
+    shape = tf.concat([tf.shape(inputs)[:-summed], output_sizes], 0)
+    outputs = tf.ensure_shape(tf.reshape(outputs, shape), [*inputs.shape[:-summed], *output_sizes])
+    return outputs if activation is None else activation(outputs)
 
 
 def _summed_axes(equation: str) -> int:

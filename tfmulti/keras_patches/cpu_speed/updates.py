@@ -25,12 +25,12 @@ import tensorflow as tf
 from tfmulti.distribution.replica_slice import PerThread
 
 # The values that the update of all variables computes once, by graph and dtype.
-_once: PerThread[dict[Any, Any]] = PerThread({})
+_shared: PerThread[dict[Any, Any]] = PerThread({})
 
 
 def of_all_variables() -> contextlib.AbstractContextManager[dict[Any, Any]]:
     """Returns a context, for this thread, in which an optimizer updates all its variables once."""
-    return _once.set_to({})
+    return _shared.set_to({})
 
 
 Update = Callable[[Any, Any, list[Any], Any], bool]
@@ -45,11 +45,11 @@ def of_step(step: Any) -> Update | None:
     Returns:
         The update for Keras' own SGD or Adam, and None for any other class.
     """
-    known: dict[Any, Update] = {
+    updates: dict[Any, Update] = {
         keras.optimizers.SGD.update_step: sgd,
         keras.optimizers.Adam.update_step: adam,
     }
-    return known.get(getattr(step, "__func__", None))
+    return updates.get(getattr(step, "__func__", None))
 
 
 def sgd(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any) -> bool:
@@ -107,16 +107,16 @@ def adam(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any
         return False
     ops, dtype = keras.ops, variable.dtype
     key = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph(), dtype
-    once = _once.get()
-    if key not in once:
+    shared = _shared.get()
+    if key not in shared:
         step = ops.cast(optimizer.iterations + 1, dtype)
         by_first = ops.power(ops.cast(optimizer.beta_1, dtype), step)
         by_second = ops.power(ops.cast(optimizer.beta_2, dtype), step)
-        once[key] = ops.cast(learning_rate, dtype) * ops.sqrt(1 - by_second) / (1 - by_first)
+        shared[key] = ops.cast(learning_rate, dtype) * ops.sqrt(1 - by_second) / (1 - by_first)
     gradient = ops.cast(gradient, dtype)
     optimizer.assign_add(momentum, (gradient - momentum) * (1 - optimizer.beta_1))
     optimizer.assign_add(velocity, (ops.square(gradient) - velocity) * (1 - optimizer.beta_2))
-    move = momentum * once[key] / (ops.sqrt(velocity) + optimizer.epsilon)
+    move = momentum * shared[key] / (ops.sqrt(velocity) + optimizer.epsilon)
     optimizer.assign_sub(variable, move)
     return True
 

@@ -34,9 +34,9 @@ def on_replica():
         "half": half,
         "same": same,
         "slices": tf.convert_to_tensor(rows),
-        "each": replica_threads.each(tf.stack([n, 7])),
-        "each the same": replica_threads.each(constant),
-        "rows": replica_threads.rows(tf.fill([n], n)),
+        "gathered": replica_threads.gather(tf.stack([n, 7])),
+        "gathered constants": replica_threads.gather(constant),
+        "rows": replica_threads.gather_rows(tf.fill([n], n)),
     }
     return tf.nest.map_structure(tf.identity, all_get)  # each its own, lest one come out for all
 
@@ -56,8 +56,8 @@ def test_all_replicas_get_the_same(tmp_path: Path) -> None:
         "half": 8712.0,
         "same": 6.0,
         "slices": [[3.0, 3.0], [3.0, 3.0]],
-        "each": [[0, 7], [1, 7], [2, 7]],
-        "each the same": [2.0] * 3,
+        "gathered": [[0, 7], [1, 7], [2, 7]],
+        "gathered constants": [2.0] * 3,
         "rows": [1, 2, 2],
     }
     lines = [json.loads(line) for line in done.stdout.splitlines()[-3:]]
