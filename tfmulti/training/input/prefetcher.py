@@ -277,7 +277,7 @@ def _rows_read(
             if reader.skips_bad:
                 _print_lost(reference(), batch)
             else:
-                _note_error(reference(), batch, reader.next_step)
+                _note_error(reference(), batch)
             tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
             counts = [*batch.own_rows, *batch.first_rows, batch.rows, len(batch.lost)]
             yield [*tensors, tf.constant(counts, tf.int64)], False
@@ -311,10 +311,10 @@ def _print_lost(prefetcher: RowPrefetcher | None, batch: Batch) -> None:
             left_out(message)
 
 
-def _note_error(prefetcher: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
+def _note_error(prefetcher: RowPrefetcher | None, batch: Batch) -> None:
     """Notes the first example that cannot be read as the error; the step tells other workers."""
     if batch.lost and prefetcher is not None and prefetcher.error is None:
-        prefetcher.error = DataError(f"{batch.lost[0]} {next_step}")
+        prefetcher.error = DataError(batch.lost[0])
 
 
 def as_tensor(array: Any) -> tf.Tensor:
