@@ -13,7 +13,7 @@ import pytest
 import tfmulti
 from tests.support.processes import ROOT
 from tfmulti import errors
-from tfmulti.config.console import speaker
+from tfmulti.config.console import left_out, speaker
 from tfmulti.config.troubleshooting import DOCTOR, MESSAGES, documented, print_error
 from tfmulti.doctor.finding import FAILED, Finding
 from tfmulti.launch import output
@@ -115,6 +115,14 @@ def test_an_error_without_an_anchor_of_its_own_has_that_of_its_class(
 def test_a_frequent_message_has_an_anchor_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     print_error(errors.ModelError("the model is not compiled. Call model.compile(...) first."))
     assert capsys.readouterr().err.endswith("first. (docs: troubleshooting#not-compiled)\n")
+
+
+def test_the_name_of_a_file_cannot_change_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(errors.DataError("a\x1b[2J.png: it is damaged."))
+    left_out("a\x1b[2J\n\udcff.png: it is damaged.")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(r"tfmulti: a\x1b[2J.png: it is damaged.")
+    assert second == r"tfmulti: left out a\x1b[2J\n\udcff.png: it is damaged."
 
 
 def test_lines_of_the_launcher_name_their_place_once(capsys: pytest.CaptureFixture[str]) -> None:

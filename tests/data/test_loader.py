@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.sources import LIMIT_S, Counting, Gated, WorkerReplicas
-from tfmulti.config.reading import ReadOptions
+from tfmulti.config.reading import NEXT_STEP, ReadOptions
 from tfmulti.data import loader
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.bad_records import reason_of
@@ -183,7 +183,7 @@ def test_the_row_of_a_bad_example_is_zeros_with_several_workers(threads: int) ->
     (batch,) = batches(source, BatchPlan(12, 12), WorkerReplicas(0, 2, 2), 1, ReadOptions(threads))
     assert [x.tolist() for (x,) in batch.data] == [[0, 0, 2], [3, 0, 5]]
     assert (batch.rows, batch.own_rows, batch.first_rows) == (12, (3, 3), (0, 3))
-    assert batch.lost == tuple(f"file, record {i}: Input/output error." for i in (1, 4))
+    assert batch.lost == tuple(f"file, record {i}: Input/output error. {NEXT_STEP}" for i in (1, 4))
 
 
 def test_the_advice_depends_on_whether_each_example_is_needed() -> None:

@@ -129,12 +129,12 @@ if sys.argv[1] in ("listens", "begins"):
     config = json.loads(os.environ["TF_CONFIG"])
     port = int(config["cluster"]["worker"][config["task"]["index"]].rpartition(":")[2])
     server = socket.create_server(("127.0.0.1", port))
-if sys.argv[1] == "begins":
+if sys.argv[1] in ("begins", "counts"):
     heartbeat().begin()
 end = time.monotonic() + 14
 while time.monotonic() < end:
-    if sys.argv[1] == "prints" and time.monotonic() % 1 < 0.001:
-        print("working", flush=True)
+    if sys.argv[1] == "counts" and time.monotonic() % 1 < 0.001:
+        print(f"file {int(end - time.monotonic())}/14", flush=True)
         time.sleep(0.01)
 """
 
@@ -152,9 +152,7 @@ def spun(folder: Path, how: str) -> Finished:
 def assert_no_progress(done: Finished) -> None:
     """Checks that the launcher has ended two workers that poll, and has shown where they were."""
     assert done.returncode == 1
-    words = (
-        r"worker [01] has shown no progress for 10 s \(10 times --start-timeout\), and has ended no"
-    )
+    words = r"worker [01] has shown no progress for 10 s \(10 times --start-timeout; raise it if"
     assert re.search(words, done.stderr), done.stderr
     assert "spins.py" in done.stderr
 
@@ -164,19 +162,26 @@ def test_workers_that_poll_before_the_first_step_are_ended(tmp_path: Path) -> No
     assert_no_progress(spun(tmp_path, "begins"))
 
 
-def test_workers_of_fit_that_poll_before_they_listen_are_ended(tmp_path: Path) -> None:
-    """A module of the user polls when it is imported."""
-    (tmp_path / "spins.py").write_text("while True: pass\n")
+SAYS = "if attempt % 10**6 == 0: print(f'{time.time()} waiting, attempt {attempt}')"
+
+
+@pytest.mark.parametrize("body", ["pass", SAYS])
+def test_workers_of_fit_that_poll_before_they_listen_are_ended(tmp_path: Path, body: str) -> None:
+    """A module of the user polls when it is imported, and may say so again and again."""
+    loop = f"import itertools, time\nfor attempt in itertools.count():\n    {body}\n"
+    (tmp_path / "spins.py").write_text(loop)
     program = ["-m", "tfmulti.fit", "--model", "spins:build"]
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     assert_no_progress(launch(tmp_path, *SOON, *program, env=env))
 
 
-@pytest.mark.parametrize("how", ["prints", "polls", "listens"])
+@pytest.mark.parametrize("how", ["counts", "polls", "listens"])
 def test_workers_that_may_work_go_on(tmp_path: Path, how: str) -> None:
-    """They print, or do not use tfmulti and so report no steps."""
+    """They count up to a total, or do not use tfmulti and so report no steps."""
     done = spun(tmp_path, how)
     assert done.returncode == 0, done.stderr
+    warned = "warning: the workers have shown no progress for 10 s (10 times --start-timeout)"
+    assert done.stderr.count(warned) == (how == "polls")
 
 
 def test_a_job_that_cannot_continue_ends_with_the_cause(tmp_path: Path) -> None:

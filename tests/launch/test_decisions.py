@@ -276,19 +276,22 @@ STARTED = HeartbeatRecord(0, "busy", 0.0, 0.0)
 def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     module: str, heartbeat: HeartbeatRecord | None, listening: tuple[int, ...], judged: bool
 ) -> None:
+    shown = list[str]()
     config = LaunchConfig(program=(module,), module=True)
     worker_group = Mock(locations={0: (), 1: ()}, addresses=("a:1", "b:2"))
     worker_group.silent.return_value = [rank for rank in (0, 1) if rank not in listening]
     worker_group.stacks.return_value = {}
-    output = Mock(**{"heard_s.return_value": -math.inf})
-    watch = Watch(config, worker_group, output, lambda: None, print)
+    watch = Watch(config, worker_group, Mock(), lambda: None, shown.append)
     still_s = time.monotonic() - 10 * config.start_timeout_s - 1
     statuses = [
         WorkerStatus(rank, 1, heartbeat=heartbeat, idle_since_s=math.inf, still_since_s=still_s)
         for rank in (0, 1)
     ]
     watch._silent(statuses)
-    assert bool(watch._still_at_start(statuses)) is judged
+    for _ in range(2):
+        assert bool(watch._still_at_start(statuses)) is judged
+    warnings = [line for line in shown if line.startswith("warning")]
+    assert len(warnings) == (not judged and not listening)
     assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
 
 

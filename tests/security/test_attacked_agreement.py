@@ -1,6 +1,7 @@
 """Tests that the port agreement and the doctor end with the right numbers while strangers attack.
 
-The attacks are those of `test_attacked_job`. They begin before the second process is started.
+The attacks are those of `test_attacked_job`. They begin before the second process is started. Other
+tests take all file descriptors from the process that waits for the second one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,3 +105,44 @@ def test_a_doctor_that_is_attacked_finds_the_numbers_of_one_device(tmp_path: Pat
     assert {found[name]["status"] for name in ("connections", "digits", "numbers")} == {"ok"}
     assert "differ by" in found["numbers"]["measured"]
     assert {(link["from"], link["to"]) for link in report["links"]} == {(0, 1), (1, 0)}
+
+
+AGREES = """
+import os, sys
+from tfmulti.cluster.environments import described
+from tfmulti.cluster.port_agreement import agree
+from tfmulti.config.command_line import exit_code_of
+job = described(os.environ, "mpi").job
+sys.exit(exit_code_of(lambda: print(agree(job, os.environ, timeout_s=2))))
+"""
+OF_MPI = {f"OMPI_COMM_WORLD_{key}": "2" for key in ("SIZE", "LOCAL_SIZE")}
+OF_MPI |= {f"OMPI_COMM_WORLD_{key}": "0" for key in ("RANK", "LOCAL_RANK")}
+OF_MPI |= {"PMIX_NAMESPACE": "job"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("argv", "words", "code"),
+    [
+        (["agrees.py"], "tfmulti: mpi: 1 of 2 processes have not connected within 2 s", 2),
+        (
+            ["-m", "tfmulti.doctor", "--wait_s=2"],
+            "tfmulti: the doctor cannot go on: Too many op",
+            1,
+        ),
+    ],
+)
+def test_a_process_that_can_open_no_file_ends_with_one_line(
+    argv: list[str], words: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "agrees.py").write_text(AGREES)
+    with reserved(2) as addresses, processes(tmp_path / "logs") as group:
+        is_doctor = argv[0] == "-m"
+        env = {"TF_CONFIG": tf_config(addresses, 0)} if is_doctor else OF_MPI
+        first = group.start(argv, SECRET | env, tmp_path)
+        wait_for(lambda: bool(listening(first.pid)))
+        resource.prlimit(first.pid, resource.RLIMIT_NOFILE, (3, 3))
+        (done,) = group.wait(LIMIT_S)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(words)
+    assert done.returncode == code

@@ -6,6 +6,7 @@ python -m tests.support.reads OUT_RANK.json
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import io
 import json
@@ -37,6 +38,7 @@ class Logged(ArraySource):
         x = np.random.default_rng(2).standard_normal((rows, 4)).astype(np.float32)
         super().__init__((x, (np.arange(rows) % 3).astype(np.int32)))
         self.bad, self.pause_s = bad, pause_s
+        self.error = OSError(5, "Input/output error")
         self.reads: list[tuple[int, int]] = []
         self.bytes = self.pauses = 0
         self._lock = threading.Lock()
@@ -45,7 +47,7 @@ class Logged(ArraySource):
         time.sleep(self.pause_s)
         self.pauses += epoch == EPOCHS - 1
         if set(self.bad) & set(indices.tolist()):
-            raise OSError(5, "Input/output error")
+            raise self.error
         with self._lock:
             self.reads += [(epoch, index) for index in indices.tolist()]
         super().read_into(indices, epoch, out)
@@ -97,6 +99,12 @@ def main(out: str) -> None:
                 trained(Logged(EXAMPLES, BAD), reader_threads=0, skip_bad_records=most)
             except DataError as error:
                 found[name] = str(error)
+        gone = Logged(EXAMPLES, BAD[:1])
+        gone.error = OSError(errno.ESTALE, "Stale file handle")
+        try:
+            trained(gone, reader_threads=0)
+        except DataError as error:
+            found["gone"] = str(error)
         try:
             trained(Logged(EXAMPLES), Logged(EXAMPLES, BAD[:1]), reader_threads=0)
         except DataError as error:

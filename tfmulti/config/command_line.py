@@ -7,6 +7,8 @@ turns each error of tfmulti into one line.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -87,6 +89,10 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     Args:
         command: returns the exit code, or None if all went well.
     """
+    with contextlib.suppress(OSError):
+        # glibc loads this library when a thread ends at the exit of the process. It would abort the
+        # process if no file can be opened by then.
+        ctypes.CDLL("libgcc_s.so.1")
     code = _EXIT_NO_READER
     try:
         try:

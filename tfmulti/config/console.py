@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from tfmulti.config.troubleshooting import documented
+from tfmulti.config.troubleshooting import documented, escaped
 
 Say = Callable[[str, str], None]
 
@@ -29,7 +29,7 @@ def left_out(words: str) -> None:
     Args:
         words: where the example is, and why it cannot be read.
     """
-    print(f"tfmulti: left out {words}", file=sys.stderr, flush=True)
+    print(f"tfmulti: left out {escaped(words)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

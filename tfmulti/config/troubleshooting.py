@@ -93,4 +93,14 @@ def documented(words: str, otherwise: str = "") -> str:
 
 def print_error(error: TfmultiError) -> None:
     """Prints the one line of an error to standard error."""
-    print(f"tfmulti: {documented(str(error), error.anchor)}", file=sys.stderr, flush=True)
+    words = escaped(documented(str(error), error.anchor))
+    print(f"tfmulti: {words}", file=sys.stderr, flush=True)
+
+
+def escaped(words: str) -> str:
+    r"""Returns a message with escaped control characters, which the name of a file may have.
+
+    >>> print(escaped("a\x1b[2J.png"))
+    a\x1b[2J.png
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in words)

@@ -73,8 +73,8 @@ class Batch(NamedTuple):
         first_rows: for each local replica the position of its first row in the global batch.
         lost: one sentence for each example that could not be read: where it is and why. The rows
             of such examples are left out of `data` and `own_rows` if `skip_bad_records` is set;
-            otherwise they are zeros. A replica that lost all of its rows reads one other example,
-            which does not count.
+            otherwise they are zeros, and the sentence has the next step. A replica that lost all of
+            its rows reads one other example, which does not count.
     """
 
     step: int
@@ -131,7 +131,6 @@ class Loader:
     ) -> None:
         self._source, self._plan, self._placement = source, plan, placement
         self._reading, self._threads = reading, reading.threads
-        self.next_step = reading.next_step
         self._has_all_replicas = placement.local_replicas == placement.replicas
         self._cores = cores()
         self._is_warm = False
@@ -246,7 +245,7 @@ class Loader:
         message = f"{self._source.where(int(replica.examples[row]))}: {reason_of(error)}"
         is_bad_record = isinstance(error, RECORD_FAULTS) and not is_of_storage(error)
         if is_bad_record:
-            can_go_on, next_step = self.skips_bad, self.next_step
+            can_go_on, next_step = self.skips_bad, self._reading.next_step
         elif isinstance(error, OSError):
             can_go_on = False
             next_step = "The storage failed, not a single record. Make it available again."
@@ -256,7 +255,7 @@ class Loader:
         others_must_know = not (self.skips_bad or self._has_all_replicas)
         if can_go_on or others_must_know:
             map_nest(_clear, replica.views(slice(row, row + 1)))
-            replica.bad[row] = message if is_bad_record else f"{message} {next_step}"
+            replica.bad[row] = message if can_go_on else f"{message} {next_step}"
         elif isinstance(error, RECORD_FAULTS):
             raise DataError(f"{message} {next_step}") from error
         else:

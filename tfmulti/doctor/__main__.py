@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import sys
 import time
@@ -83,13 +84,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(sys.argv if argv is None else argv)
         if options is None:
             return EXIT_DONE
-        with contextlib.ExitStack() as until_printed:
+        with contextlib.ExitStack() as until_printed, _naming_a_lack_of_files():
             code = examine(options, os.environ, until_printed)
         if code == EXIT_FAILED:
             note_error(ChecksFailed("its report says what to do"))
         return code
 
     return exit_code_of(command)
+
+
+@contextlib.contextmanager
+def _naming_a_lack_of_files() -> Iterator[None]:
+    """Raises TfmultiError if no more files can be opened in the context, which any check may do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise TfmultiError(
+            f"the doctor cannot go on: {error.strerror}. Raise the limit (ulimit -n), or end "
+            "programs that hold many files."
+        ) from None
 
 
 def parse(argv: Sequence[str]) -> Options | None:

@@ -88,8 +88,9 @@ _HELP = {
     "start-timeout S": (
         "Time limit in seconds for all machines to answer, for all workers to listen once one of "
         "them does, and for workers that do nothing before they train. Workers that use cores, "
-        "but show no progress (output, disk, memory; the network does not count), have ten times "
-        "as long."
+        "but show no progress (new text, disk, memory; the network does not count), have ten times "
+        "as long. A line that differs from an earlier one only in numbers is not new, unless it "
+        "tells a part of a whole, such as 17/100."
     ),
     "shutdown-grace-s S": "Seconds from SIGTERM to SIGKILL.",
     "stall-timeout-s S": (

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -46,7 +45,6 @@ class Output:
         self._last: dict[tuple[int, str], deque[bytes]] = {}
         self._folder: Path | None = None
         self._width = 1
-        self._heard_s = float("-inf")
         # The paths in the docs that were named already.
         self._paths_shown = {""}
 
@@ -68,7 +66,6 @@ class Output:
                 file.close()
             self._files.clear()
             self._last.clear()
-            self._heard_s = float("-inf")
             self._folder, self._width = folder, len(str(workers - 1))
 
     def folder_of(self, rank: int) -> Path:
@@ -88,7 +85,6 @@ class Output:
             if line.strip() and not _CHATTER.match(line):
                 last = self._last.setdefault((rank, stream), deque(maxlen=_LAST_LINES))
                 last.append(line[:_LONGEST_LINE])
-                self._heard_s = time.monotonic()
             if stream in self._config.files and self._folder is not None:
                 # A full disk does not end the run.
                 with contextlib.suppress(OSError):
@@ -116,11 +112,6 @@ class Output:
                 if lines := self._last.get((rank, stream)):
                     return [line.decode(errors="replace").rstrip() for line in lines]
         return []
-
-    def heard_s(self) -> float:
-        """Returns when a worker last wrote a line that counts for `last_lines`, or -inf."""
-        with self._lock:
-            return self._heard_s
 
     def keep_error(self, rank: int, error: WorkerFailure) -> None:
         """Writes error.json into a worker's folder, unless it is there already.

@@ -7,7 +7,6 @@ the launcher ends the others, and `policy.next_action` decides whether there is 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shlex
@@ -82,10 +81,6 @@ def run(
         return join_job(config, hosts[0], name, env)
     if config.isolate:
         isolate()
-    with contextlib.suppress(OSError):
-        # glibc loads this library when a thread ends at the exit of the process. It would abort the
-        # process if no file can be opened by then.
-        ctypes.CDLL("libgcc_s.so.1")
     output = Output(config)
     run_id = env.get("TFMULTI_RUN_ID") or secrets.token_hex(6)
     host_manager = HostManager(config, env, run_id, output.line, output.say)

@@ -69,6 +69,7 @@ class Watch:
         self._all_listen = len(worker_group.locations) == 1
         self._first_listened_s: float | None = None
         self._asked_s = 0.0
+        self._has_warned = False
         self._saved_before: int | None = None
 
     def until_the_end(self) -> list[Failure]:
@@ -239,32 +240,39 @@ class Watch:
     def _still_at_start(self, statuses: list[WorkerStatus]) -> list[Failure]:
         """Returns all running workers if none has shown progress for long before the first step.
 
-        Progress is a byte of output, a heartbeat, a byte from or to a disk, or more memory.
+        Progress is new text (`workers.NewText`), a heartbeat, a byte from or to a disk, or more
+        memory.
 
         A program that trains without tfmulti reports no steps. It is judged only from when one of
         its workers listens, because it may be no program of TensorFlow, and until all of them
-        listen, because after that it may train.
+        listen, because after that it may train. Before one listens, only a warning is shown.
         """
         running = [status for status in statuses if status.runs]
         program = self._config.program
         reports = self._config.module and program[0] == "tfmulti.fit"
-        if not (reports or self._first_listened_s or any(status.heartbeat for status in running)):
-            return []
         for status in running:
             if status.heartbeat.step > 0 if status.heartbeat else self._all_listen and not reports:
                 return []
         limit_s = POLLING_TIMES * self._config.start_timeout_s
-        last_s = [status.heartbeat.since_s for status in running if status.heartbeat] + [
-            self._output.heard_s()
-        ]
+        last_s = [status.heartbeat.since_s for status in running if status.heartbeat]
         last_s += [status.still_since_s for status in running]
         if not running or time.monotonic() - max(last_s) <= limit_s:
             return []
+        limit = f"{limit_s:g} s ({POLLING_TIMES} times --start-timeout"
+        if not (reports or self._first_listened_s or any(status.heartbeat for status in running)):
+            if not self._has_warned:
+                self._show(
+                    f"warning: the workers have shown no progress for {limit}), and none of them "
+                    "listens. They have not used tfmulti yet, and may compute something else. If "
+                    "they hang, end the job by Ctrl-C or SIGTERM"
+                )
+            self._has_warned = True
+            return []
         self._show_stacks()
         what = (
-            f"has shown no progress for {limit_s:g} s ({POLLING_TIMES} times --start-timeout), and "
-            "has ended no step: it has written no output, used no disk and taken no more memory. "
-            "Does it poll for something that never comes?"
+            f"has shown no progress for {limit}; raise it if the program works), and has ended no "
+            "step: it has written nothing new, used no disk and taken no more memory. Does it poll "
+            "for something that never comes?"
         )
         return [self._failure(status.rank, status, what, 1, max(last_s)) for status in running]
 

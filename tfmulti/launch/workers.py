@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,11 @@ THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"
 SHIM = (sys.executable, "-m", "tfmulti.launch.shim")
 
 _READ_BYTES = 1 << 16
+
+# Words with digits, and in the group the parts of a whole.
+_NUMBERS = re.compile(rb"(\d[\d.,]*(?: ?/ ?|[ -]of[ -])\d[\d.,]*|\d[\d.,]* ?%)|\w*\d\w*")
+# The bytes that are compared of each line, and the most lines that are known at a time.
+_LONGEST_TEXT, _MOST_TEXTS = 300, 1000
 
 # Takes the rank of a worker, the name of a stream, and a line that the worker has written to it.
 Sink = Callable[[int, str, bytes], None]
@@ -86,7 +92,7 @@ class WorkerStatus:
         frozen: whether it is stopped, as by SIGSTOP or a debugger.
         idle_since_s: since when its process group uses no core.
         still_since_s: since when its process group moves no byte from or to a disk, takes no more
-            memory, and writes no part of a line, as progress bars do.
+            memory, and writes no new text (`NewText`).
     """
 
     rank: int
@@ -178,6 +184,32 @@ def worker_env(
     return child
 
 
+class NewText:
+    """Knows which lines a stream has had before, apart from their numbers.
+
+    A program that polls may print one line for ever, with the time and the number of the attempt.
+    So words with digits do not count. A part of a whole (17/100, 17 of 100, 17 %) counts, because
+    it has an end.
+
+    >>> new_text = NewText()
+    >>> [new_text.is_new(line) for line in (b"12:01 attempt 1", b"12:02 attempt 2", b"1/9", b"2/9")]
+    [True, False, True, True]
+    """
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+
+    def is_new(self, line: bytes) -> bool:
+        """Returns whether no such line came before. An empty line is never new."""
+        text = _NUMBERS.sub(rb"\1", line[:_LONGEST_TEXT]).strip()
+        if not text or text in self._known:
+            return False
+        if len(self._known) == _MOST_TEXTS:
+            self._known.clear()
+        self._known.add(text)
+        return True
+
+
 @dataclass
 class Worker:
     """One worker process, its folder, and the threads that read its output.
@@ -189,7 +221,7 @@ class Worker:
         readers: the threads that read its output.
         ended_s: when it ended; None while it runs.
         closed_s: when its streams of output were closed, with infinity as the first item.
-        part_s: when it last wrote a part of a line, or -inf.
+        new_text_s: when it last wrote new text, or -inf.
     """
 
     rank: int
@@ -198,7 +230,7 @@ class Worker:
     readers: list[threading.Thread] = field(default_factory=list)
     ended_s: float | None = None
     closed_s: list[float] = field(default_factory=lambda: [float("inf")])
-    part_s: float = float("-inf")
+    new_text_s: float = float("-inf")
 
     def status(self, idle: Idle) -> WorkerStatus:
         """Returns the status of the worker at this moment.
@@ -219,7 +251,7 @@ class Worker:
             read_error(self.folder / "error.json"),
             returncode is None and self._is_stopped(),
             idle.since(self.process.pid),
-            max(idle.still_since(self.process.pid), self.part_s),
+            max(idle.still_since(self.process.pid), self.new_text_s),
         )
 
     def _is_stopped(self) -> bool:
@@ -246,7 +278,7 @@ class Worker:
 
     def _read(self, name: str, source: IO[bytes], sink: Sink) -> None:
         """Gives each line of a stream to `sink` until the stream ends."""
-        partial_line = bytearray()
+        partial_line, new_text = bytearray(), NewText()
         with source:
             while data := os.read(source.fileno(), _READ_BYTES):
                 *line_ends, rest = data.split(b"\n")
@@ -254,8 +286,9 @@ class Worker:
                     sink(self.rank, name, bytes(partial_line) + line_end + b"\n")
                     partial_line.clear()
                 partial_line += rest
-                if rest:
-                    self.part_s = time.monotonic()
+                # A part of a line counts, too, because progress bars return to its start.
+                if any([new_text.is_new(text) for text in (*line_ends, rest)]):
+                    self.new_text_s = time.monotonic()
             if partial_line:
                 sink(self.rank, name, bytes(partial_line))
         self.closed_s.append(time.monotonic())

@@ -107,6 +107,15 @@ def test_a_bad_example_ends_the_call_on_all_workers(found: Any, workers: int, pa
 
 
 @WORKERS
+def test_the_line_about_a_storage_that_is_gone_has_one_next_step(found: Any, workers: int) -> None:
+    (message,) = {worker["gone"] for worker in found(workers)}
+    assert message == (
+        f"some.file, record {BAD[0]}: Stale file handle. "
+        "The storage failed, not a single record. Make it available again."
+    )
+
+
+@WORKERS
 def test_data_without_bad_examples_ends_no_call(found: Any, workers: int) -> None:
     for worker in found(workers):
         assert not {"evaluation", "prediction"} & set(worker)

@@ -261,7 +261,7 @@ def _rows_read(
             if reader.skips_bad:
                 _print_lost(reference(), batch)
             else:
-                _note_error(reference(), batch, reader.next_step)
+                _note_error(reference(), batch)
             tensors = [as_tensor(leaf) for data in batch.data for leaf in leaves_of(data)]
             counts = [*batch.own_rows, *batch.first_rows, batch.rows, len(batch.lost)]
             yield [*tensors, tf.constant(counts, tf.int64)], False
@@ -295,10 +295,10 @@ def _print_lost(prefetcher: RowPrefetcher | None, batch: Batch) -> None:
             left_out(message)
 
 
-def _note_error(prefetcher: RowPrefetcher | None, batch: Batch, next_step: str) -> None:
-    """Stores the error of the first example that cannot be read."""
+def _note_error(prefetcher: RowPrefetcher | None, batch: Batch) -> None:
+    """Stores the error of the first example that cannot be read; the step tells other workers."""
     if batch.lost and prefetcher is not None and prefetcher.error is None:
-        prefetcher.error = DataError(f"{batch.lost[0]} {next_step}")
+        prefetcher.error = DataError(batch.lost[0])
 
 
 def as_tensor(array: Any) -> tf.Tensor:
