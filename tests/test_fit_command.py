@@ -648,6 +648,7 @@ def test_other_numbers_than_one_devices_fail_the_run(user_side: Path) -> None:
         (["--dataset", "mine:arays"], "did you mean 'arrays'"),
         (["--dataset", "mine:batches", "--model", "cnn"], "gives no plain arrays"),
         (["--dataset", "mine:arrays", "--model", "mine:nothing"], "Return a keras.Model"),
+        (["--model", "mine:compiled"], "but those of --dataset digits have shape (8, 8, 1)"),
         (["--dataset", "mine:arrays", "--global_batch_size", "61"], "which has 54 examples"),
     ],
 )

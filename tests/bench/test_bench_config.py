@@ -183,6 +183,9 @@ def test_a_process_that_fails_ends_the_command(code: int, message: str, tmp_path
         Matrix(config, (0,), (), {}, lambda *_: None, launched).measure()
     assert raised.value.exit_code == code
     assert len(launched.requests) == 1
+    # The logs of a process that failed stay. A command that was stopped leaves nothing.
+    assert (tmp_path / "o" / "logs").exists() == (code == 3)
+    assert (tmp_path / "o").exists() == (code == 3)
 
 
 def test_the_command_writes_its_results(
@@ -203,7 +206,9 @@ def test_the_command_writes_its_results(
     assert (tmp_path / "o" / "bench.png").read_bytes().startswith(b"\x89PNG")
     table = capsys.readouterr().out
     assert "2 workers" in table
-    assert any(line.startswith("limit 2 workers: communication-bound") for line in said)
+    [bound] = [n for n, line in enumerate(said) if line.startswith("limit 2 workers: communicat")]
+    assert said[bound].endswith(" of the step is communication")
+    assert said[bound + 1].startswith(" mostly ")
     assert any("predicted (not measured): 64 workers" in line for line in said)
 
     # The import then fails as if matplotlib were not installed.

@@ -222,7 +222,7 @@ def test_one_worker_resumes_a_run_of_two(tmp_path: Path, whole: dict[str, np.nda
 def test_the_launcher_itself_is_ended(
     tmp_path: Path, whole: dict[str, np.ndarray], number: signal.Signals
 ) -> None:
-    """No process is left, and the same command resumes."""
+    """No process is left, the launcher names what was saved, and the same command resumes."""
     group = Processes(tmp_path / "launcher")
     try:
         launcher = group.start(argv(tmp_path, ""))
@@ -231,8 +231,12 @@ def test_the_launcher_itself_is_ended(
         # These are two workers and their standby processes.
         assert len(children) in (2, 3, 4)
         launcher.send_signal(number)
-        code = launcher.wait(LIMIT_S)
-        assert code == (-9 if number == signal.SIGKILL else 143)
+        [ended] = group.wait(LIMIT_S)
+        assert ended.returncode == (-9 if number == signal.SIGKILL else 143)
+        if number == signal.SIGTERM:
+            *_, saved, command = ended.stderr.splitlines()
+            assert re.match(rf"\[launch\] saved: step \d+, in {tmp_path}/checkpoints", saved)
+            assert command.startswith("[launch] to go on: tfmulti launch --nproc-per-node 2")
         wait_for(lambda: not any(map(is_alive, children)), 15)
     finally:
         group.end()

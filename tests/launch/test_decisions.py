@@ -454,7 +454,12 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
     for line in (b"one\r\n", b"1/2\r2/2\n", "über".encode()):
         output.line(3, "stdout", line)
     output.line(3, "stderr", b"a warning\n")
-    output.line(3, "stderr", b"I0000 00:00:1795264006.0 1 cudart_stub.cc:31] no drivers\n")
+    for chatter in (
+        b"I0000 00:00:1795264006.0 1 cudart_stub.cc:31] no drivers\n",
+        b"E0000 00:00:1795264006.0 1 cuda_platform.cc:52] failed call to cuInit: INTERNAL\n",
+        b"/job:worker/replica:0/task:1\n",
+    ):
+        output.line(3, "stderr", chatter)
     folder = tmp_path / "worker_3"
     assert (folder / "stdout.log").read_bytes() == "one\r\n1/2\r2/2\nüber".encode()
     assert terminal.getvalue() == "[worker  3] one\n[worker  3] 2/2\n[worker  3] über\n"
@@ -464,6 +469,23 @@ def test_lines_are_kept_whole_and_shown_with_their_worker(tmp_path: Path) -> Non
     assert output.last_lines(3) == [f"  {number}" for number in range(10, 20)]
     output.begin(tmp_path / "next", workers=1)
     assert output.last_lines(3) == []
+
+
+def test_a_mistake_that_every_worker_finds_is_shown_once(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    output = Output(MODULE, {"stdout": io.StringIO(), "stderr": terminal})
+    output.begin(tmp_path, workers=2)
+    for rank in (1, 0, 1):
+        output.line(rank, "stderr", b"tfmulti: no flag\n")
+        output.line(rank, "stderr", b"a warning\n")
+    assert [line.split("] ")[1] for line in terminal.getvalue().splitlines()] == [
+        "tfmulti: no flag",
+        "a warning",
+        "a warning",
+        "tfmulti: no flag",
+        "a warning",
+    ]
+    assert (tmp_path / "worker_0" / "stderr.log").read_bytes() == b"tfmulti: no flag\na warning\n"
 
 
 IN_GRAPH = "Graph execution error:\n\nDetected at node f defined at:\n  File x, line 8, in call\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -50,3 +51,20 @@ def test_a_job_with_a_fixed_number_of_workers_has_no_more_restarts_than_it_may(
     assert done.returncode == 1
     left = re.findall(r"\((\d) more without progress\)", done.stderr)
     assert left == ["2", "1", "0"], done.stderr
+
+
+def test_a_mistake_is_shown_once_and_no_worker_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from tfmulti.errors import ConfigError\nraise ConfigError('--epochs is 0')\n"
+    )
+    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
+    done = run([*argv, str(tmp_path / "train.py")], tmp_path / "launcher", limit_s=LIMIT_S)
+    assert done.returncode == 2
+    told, *lines = done.stderr.splitlines()
+    assert re.fullmatch(r"\[worker [01]\] tfmulti: --epochs is 0 \(docs: .*\)", told)
+    assert re.fullmatch(r"\[launch\] worker [01] exited with 2", lines[0])
+    assert lines[1:] == [
+        f"[launch] it ran on {os.uname().nodename}",
+        f"[launch] all output: {tmp_path / 'logs' / 'attempt_0'}",
+        "[launch] ending with exit code 2: a user's mistake is not retried",
+    ]

@@ -17,6 +17,7 @@ from tfmulti.config.run_directory import write_text
 from tfmulti.launch import joining
 from tfmulti.launch.addresses import reserved
 from tfmulti.launch.joining import Join, hang_file, report, watch
+from tfmulti.launch.stacks import STACKS_FILE
 from tfmulti.training.watchdog import read
 
 STACKS = """Current thread 0x00000000000000ff (most recent call first):
@@ -44,7 +45,8 @@ def test_the_missing_worker_and_the_stacks_are_told(
     path = Path(join.folder) / hang_file(0)
     assert capsys.readouterr().err == (
         "tfmulti: worker 0: it has waited for 61 s for the others to join; worker 2 does not "
-        f"listen at {join.addresses[2]}. See {path} (docs: troubleshooting#no-port)\n"
+        f"listen at {join.addresses[2]} (refused). Start it, or correct its address. See {path} "
+        "(docs: troubleshooting#no-port)\n"
     )
     found = json.loads(path.read_text())
     assert found["waits"] == [{"what": "the rendezvous", "missing": [2], "seconds": 61.0}]
@@ -83,11 +85,11 @@ def test_a_signal_before_the_watching_process_has_started_counts(
     with os.fdopen(reader) as stdin, open(tmp_path / "stacks") as stacks:
         monkeypatch.setattr(sys, "stdin", stdin)
         # A watch that misses the signal reports the worker as late.
-        watch(dataclasses.replace(join, stacks=stacks.fileno()), 1.0)
+        watch(dataclasses.replace(join, stacks=stacks.fileno()), 1.0, 1.0)
     assert asked == [(True, STACKS)]
 
 
-def test_a_late_worker_is_told_once_until_the_input_ends(
+def test_a_late_worker_is_told_early_and_late_until_the_input_ends(
     join: Join, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(joining, "_LOOK_S", 0.01)
@@ -101,13 +103,37 @@ def test_a_late_worker_is_told_once_until_the_input_ends(
     monkeypatch.setattr(joining, "write_text", tells)
     with os.fdopen(reader) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        thread = threading.Thread(target=watch, args=(join, 0.0))
+        thread = threading.Thread(target=watch, args=(join, 0.0, 0.0))
         thread.start()
         assert told.wait(30)
-        # It would tell again in the next looks.
+        # It could tell again in the next looks.
         thread.join(0.1)
         assert thread.is_alive()
         os.close(writer)
         thread.join(30)
         assert not thread.is_alive()
-    assert capsys.readouterr().err.count("it has waited for") == 1
+    # The first line comes early, and has no file.
+    early, late = capsys.readouterr().err.splitlines()
+    assert "it has waited for" in early
+    assert hang_file(0) not in early
+    assert "it has waited for" in late
+    assert hang_file(0) in late
+
+
+def test_a_name_that_does_not_resolve_is_told_with_who_set_tf_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reserved(1) as (own,):
+        join = Join(0, (own, "no-such-host.invalid:2222"), None, os.getpid(), 16, None)
+        joining.tell(join, 5.0, joining.not_listening(join))
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": join.addresses}}))
+        joining.tell(join, 5.0, joining.not_listening(join))
+        monkeypatch.setenv(STACKS_FILE, "x")
+        joining.tell(join, 5.0, joining.not_listening(join))
+    one, own_script, launched = capsys.readouterr().err.splitlines()
+    assert (
+        "worker 1 does not listen at no-such-host.invalid:2222 (the name does not resolve)" in one
+    )
+    assert "TF_CONFIG" not in one
+    assert "in TF_CONFIG, which the script itself has set (docs: " in own_script
+    assert "in TF_CONFIG, which the launcher has set (docs: " in launched

@@ -1,4 +1,4 @@
-"""Tests whether the last layers of a user's model tell that its outputs are logits."""
+"""Tests what a user's model tells about its outputs and its input."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import pytest
 
+from tfmulti.data.data_set import CLASSIFICATION, DataSpec
 from tfmulti.errors import ModelError
 from tfmulti.run.models import user
 
@@ -41,3 +42,37 @@ def test_a_model_with_unclear_outputs_is_refused(layers: Any) -> None:
         user.ends_in_logits("mine:model", ending_in(*layers))
     with pytest.raises(ModelError, match=r"its layers do not tell"):
         user.ends_in_logits("mine:model", keras.Model())
+
+
+DIGITS = DataSpec((8, 8, 1), "uint8", CLASSIFICATION, 10)
+
+
+@pytest.mark.parametrize("shape", [(20,), (8, 8, 3), (64,), ()])
+def test_an_input_of_another_shape_than_the_data_is_refused(shape: tuple[int, ...]) -> None:
+    model = keras.Sequential([keras.Input(shape), keras.layers.Identity()])
+    with pytest.raises(ModelError) as caught:
+        user.check_input("mine:model", model, DIGITS, "digits")
+    assert str(caught.value) == (
+        f"--model mine:model takes examples of shape {shape}, but those of --dataset digits have "
+        "shape (8, 8, 1) (8×8×1, 10 classes). Give the --dataset of this model, or change its "
+        "Input."
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1), (8, 8), (None, None, 1), (8, None)])
+def test_an_input_that_keras_fits_to_the_data_is_taken(shape: tuple[int | None, ...]) -> None:
+    model = keras.Sequential([keras.Input(shape), keras.layers.Identity()])
+    user.check_input("mine:model", model, DIGITS, "digits")
+    # Keras takes it as well.
+    assert model(keras.ops.zeros((2, 8, 8, 1))).shape[0] == 2
+
+
+def test_only_a_single_input_of_a_known_shape_is_compared() -> None:
+    inputs = [keras.Input((2,)), keras.Input((3,))]
+    for model in (
+        keras.Sequential([keras.layers.Identity()]),
+        keras.Model(inputs, keras.layers.Concatenate()(inputs)),
+        keras.Model(),
+    ):
+        user.check_input("mine:model", model, DIGITS, "digits")
+    user.check_input("mine:model", ending_in(), None, "mine:data")

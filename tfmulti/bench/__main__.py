@@ -101,10 +101,13 @@ def measure(
     for line in report.table():
         print(line)
     print()
-    for line in report.limits:
-        say("limit", line)
-    for line in report.model_lines():
-        say("model", line)
+    for label, lines in (("limit", report.limits), ("model", report.model_lines())):
+        for line in lines:
+            # The first part names the point and its limit, and the others explain it.
+            first, *others = line.split("; ")
+            say(label, first)
+            for words in others:
+                say("", words)
     write(report, say)
     return report
 

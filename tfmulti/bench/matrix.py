@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,8 @@ from tfmulti.launch.config import LaunchConfig
 _STOPPED = (129, 130, 143)
 # The first step may take long, because it is traced.
 _STALL_S = 120.0
+# A measurement has nothing to save when it is stopped.
+_GRACE_S = 2.0
 
 
 Launch = Callable[[LaunchConfig, Mapping[str, str]], int]
@@ -103,6 +107,7 @@ class Matrix:
             log_dir=folder,
             terminal=(),
             stall_timeout_s=_STALL_S,
+            shutdown_grace_s=_GRACE_S,
             standby=False,
         )
         env = {"TF_CPP_MIN_LOG_LEVEL": "2", **self.env}
@@ -110,7 +115,8 @@ class Matrix:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[: point.devices])
         code = self.launch(launch, env)
         if code in _STOPPED:
-            raise MeasurementError("stopped before all was measured; no bench.json.", code)
+            self._remove_files()
+            raise MeasurementError("stopped before all was measured, so no file was kept.", code)
         if code:
             raise MeasurementError(
                 f"the measurement of {point.name} failed; its processes' output is in "
@@ -121,6 +127,13 @@ class Matrix:
             MeasureResult.from_json(request.result_file(rank).read_text())
             for rank in range(point.workers)
         ]
+
+    def _remove_files(self) -> None:
+        """Removes what was written. The folder was new or empty before."""
+        for name in ("logs", "profile"):
+            shutil.rmtree(self.config.output_dir / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.config.output_dir.rmdir()
 
     def _rows_alone(self, point: MatrixPoint) -> int | None:
         """Returns the rows of a step without peers, or None at a point of one replica.

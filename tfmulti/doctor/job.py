@@ -8,8 +8,8 @@ from typing import Any
 
 from tfmulti.cluster.cluster import Cluster
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
-from tfmulti.doctor.network import NO_NAME, NO_ROUTE, REFUSED, TIMED_OUT
 from tfmulti.doctor.result import Result
+from tfmulti.launch.addresses import NO_NAME, NO_ROUTE, REFUSED, TIMED_OUT
 
 _CLOCK_S = 1.0
 # A link this slow takes eight seconds for the gradients of a ResNet-50, 100 MB.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import math
 import socket
 import threading
@@ -38,6 +37,7 @@ from tfmulti.cluster.listening import listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.doctor.finding import FAILED, WARNING, Finding
 from tfmulti.doctor.result import Result, result_of
+from tfmulti.launch.addresses import reason
 
 # A worker that answers at all does so in this time.
 _CALL_S, _AGAIN_S = 5.0, 0.2
@@ -179,7 +179,7 @@ class Network:
                     raise ValueError("another program or job answers there")
                 socket.create_connection((host, port), _FREE_S).close()
             except (OSError, ValueError) as error:
-                findings[rank] = free_port_finding(rank, f"{host}:{port}", _reason(error))
+                findings[rank] = free_port_finding(rank, f"{host}:{port}", reason(error))
 
         threads = [self._in_background(call, *item) for item in self._connections.items()]
         for thread in threads:
@@ -246,7 +246,7 @@ class Network:
         try:
             yield
         except (OSError, ValueError) as error:
-            result.errors[str(rank)] = _reason(error)
+            result.errors[str(rank)] = reason(error)
 
     def _call(self, rank: int, result: Result) -> None:
         """Calls a worker until it answers, and measures the round-trip time."""
@@ -372,22 +372,6 @@ class _Connection:
                 self._messages.send_bytes(block)
             self._messages.expect()
             return time.perf_counter() - began
-
-
-TIMED_OUT, REFUSED, NO_ROUTE, NO_NAME = "timed out", "refused", "no route", "no name"
-
-
-def _reason(error: Exception) -> str:
-    """Returns the kind of an error of a connection, or its message."""
-    if isinstance(error, socket.gaierror):
-        return NO_NAME
-    if isinstance(error, TimeoutError) or getattr(error, "errno", None) == errno.ETIMEDOUT:
-        return TIMED_OUT
-    if isinstance(error, ConnectionRefusedError):
-        return REFUSED
-    if getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return NO_ROUTE
-    return (getattr(error, "strerror", None) or str(error))[:200]
 
 
 def free_port_finding(rank: int, address: str, why: str) -> Finding:

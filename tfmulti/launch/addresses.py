@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator, Sequence
 
 from tfmulti.cluster.listening import LOOPBACK
+
+TIMED_OUT, REFUSED, NO_ROUTE, NO_NAME = "timed out", "refused", "no route", "no name"
 
 
 @contextlib.contextmanager
@@ -30,8 +33,8 @@ def reserved(count: int, host: str = LOOPBACK) -> Iterator[list[str]]:
         yield [f"{host}:{sock.getsockname()[1]}" for sock in sockets]
 
 
-def answers(address: str, timeout_s: float = 0.2) -> bool:
-    """Returns whether a server listens at an address.
+def why_silent(address: str, timeout_s: float = 0.2) -> str:
+    """Returns why a connection to an address fails, or an empty text if a server listens there.
 
     Args:
         address: `host:port`, with an IPv6 address in brackets.
@@ -40,11 +43,24 @@ def answers(address: str, timeout_s: float = 0.2) -> bool:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
-            return True
-    except OSError:
-        return False
+            return ""
+    except OSError as error:
+        return reason(error)
+
+
+def reason(error: Exception) -> str:
+    """Returns the kind of an error of a connection, or its message."""
+    if isinstance(error, socket.gaierror):
+        return NO_NAME
+    if isinstance(error, TimeoutError) or getattr(error, "errno", None) == errno.ETIMEDOUT:
+        return TIMED_OUT
+    if isinstance(error, ConnectionRefusedError):
+        return REFUSED
+    if getattr(error, "errno", None) in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return NO_ROUTE
+    return (getattr(error, "strerror", None) or str(error))[:200]
 
 
 def silent(addresses: Sequence[str]) -> list[int]:
     """Returns the indices of the addresses at which nobody listens."""
-    return [index for index, address in enumerate(addresses) if not answers(address)]
+    return [index for index, address in enumerate(addresses) if why_silent(address)]

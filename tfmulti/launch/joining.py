@@ -3,10 +3,10 @@
 TensorFlow holds Python's global lock while it waits, so no thread of the worker can look. A process
 of its own does it, which `watching_join` starts and ends. It reads a `Join` from standard input.
 
-When the worker has waited for a minute, and when it gets SIGUSR1, this process tries the address of
-every other worker. It writes hang_worker_K.json with the workers at whose address nothing listens,
-and with the stacks of the waiting worker, and prints a line. It ends when its standard input does,
-so it does not outlive the worker.
+This process tries the address of every other worker when the worker has waited for five seconds,
+for a minute, and when it gets SIGUSR1. It prints a line with the addresses at which nobody listens.
+Except after five seconds, it also writes hang_worker_K.json with these workers and with the stacks
+of the waiting worker. It ends when its standard input does, so it does not outlive the worker.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tfmulti.config.run_directory import write_text
 from tfmulti.config.troubleshooting import documented
-from tfmulti.launch.addresses import answers
-from tfmulti.launch.stacks import file_of_stacks, own_stderr
+from tfmulti.launch.addresses import NO_NAME, why_silent
+from tfmulti.launch.stacks import STACKS_FILE, file_of_stacks, own_stderr
 
-LATE_S = 60.0
+# Workers that are started together join within the first time. A wrong address shows soon.
+EARLY_S, LATE_S = 5.0, 60.0
 _LOOK_S, _CALL_S, _END_S = 0.5, 2.0, 2.0
 _CALLS_AT_ONCE = 32
 _SHOWN = 3
@@ -130,21 +131,26 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def watch(join: Join, late_s: float = LATE_S) -> None:
+def watch(join: Join, early_s: float = EARLY_S, late_s: float = LATE_S) -> None:
     """Watches a worker until the standard input of this process ends.
 
     Args:
         join: the worker.
+        early_s: after how many seconds a line names the workers that do not listen.
         late_s: after how many seconds the worker has waited too long.
     """
-    began, size, is_late = time.monotonic(), join.size, False
+    began, size, due_s = time.monotonic(), join.size, [early_s, late_s]
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         before, size = size, _size(join)
         asked, waited_s = size > before, time.monotonic() - began
-        if not asked and (is_late or waited_s < late_s):
+        if not asked and (not due_s or waited_s < due_s[0]):
             continue
         if not asked:
-            is_late = True
+            due_s.pop(0)
+            if due_s:
+                if silent := not_listening(join):
+                    tell(join, waited_s, silent)
+                continue
             if join.stacks is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(join.pid, signal.SIGUSR1)
@@ -157,33 +163,76 @@ def watch(join: Join, late_s: float = LATE_S) -> None:
 def report(join: Join, asked: bool, waited_s: float, stacks: str) -> None:
     """Writes hang_worker_K.json, and prints for which workers the worker waits.
 
-    Of several workers that are late, the first one prints.
-
     Args:
         join: the worker.
         asked: whether SIGUSR1 has asked for it.
         waited_s: how long the worker has waited.
         stacks: its stacks, as faulthandler writes them.
     """
-    missing = not_listening(join)
+    silent = not_listening(join)
     path = None if join.folder is None else Path(join.folder) / hang_file(join.rank)
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(content(join, waited_s, missing, stacks), indent=1) + "\n")
+            write_text(
+                path, json.dumps(content(join, waited_s, list(silent), stacks), indent=1) + "\n"
+            )
         except OSError:
             path = None
     elif asked:
         # Without a folder the stacks go to standard error, as usual at SIGUSR1.
         print(stacks, end="", file=sys.stderr)
-    if asked or all(rank in missing for rank in range(join.rank)):
-        named = [f"worker {rank} does not listen at {join.addresses[rank]}" for rank in missing]
-        words = ", ".join(named[:_SHOWN]) + (", …" if len(named) > _SHOWN else "")
-        line = (
-            f"tfmulti: worker {join.rank}: it has waited for {waited_s:.0f} s for the others to "
-            f"join; {words or 'all others listen'}{f'. See {path}' if path else ''}"
-        )
-        print(documented(line), file=sys.stderr, flush=True)
+    tell(join, waited_s, silent, asked, f". See {path}" if path else "")
+
+
+def tell(
+    join: Join, waited_s: float, silent: Mapping[int, str], asked: bool = False, end: str = ""
+) -> None:
+    """Prints for which workers the worker waits, and why. Of several late ones, the first prints.
+
+    Args:
+        join: the worker.
+        waited_s: how long it has waited.
+        silent: why nothing listens at the address of a worker, by the ranks of these workers.
+        asked: whether SIGUSR1 has asked for it.
+        end: the end of the line.
+    """
+    if not asked and not all(rank in silent for rank in range(join.rank)):
+        return
+    named = [
+        f"worker {rank} does not listen at {join.addresses[rank]} "
+        f"({'the name does not resolve' if why == NO_NAME else why})"
+        for rank, why in silent.items()
+    ]
+    words = ", ".join(named[:_SHOWN]) + (", …" if len(named) > _SHOWN else "")
+    if named:
+        words += f". Start it, or correct its address{source(join, os.environ)}"
+    line = (
+        f"tfmulti: worker {join.rank}: it has waited for {waited_s:.0f} s for the others to join; "
+        f"{words or 'all others listen'}{end}"
+    )
+    print(documented(line), file=sys.stderr, flush=True)
+
+
+def source(join: Join, env: Mapping[str, str]) -> str:
+    """Returns who has set TF_CONFIG, as the end of a sentence. Empty: it has no such addresses.
+
+    Args:
+        join: the worker.
+        env: the environment of the worker when it began to wait.
+    """
+    text = env.get("TF_CONFIG", "")
+    if not all(f'"{address}"' in text for address in join.addresses):
+        return ""
+    if STACKS_FILE in env:
+        return " in TF_CONFIG, which the launcher has set"
+    try:
+        at_start = Path(f"/proc/{join.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        at_start = []
+    if os.fsencode(f"TF_CONFIG={text}") in at_start:
+        return " in TF_CONFIG, which this process has got from the shell or program that started it"
+    return " in TF_CONFIG, which the script itself has set"
 
 
 def content(join: Join, waited_s: float, missing: Sequence[int], stacks: str) -> dict[str, object]:
@@ -232,17 +281,17 @@ def parsed_stacks(text: str, main_thread: int) -> dict[str, list[str]]:
     }
 
 
-def not_listening(join: Join) -> list[int]:
-    """Returns the ranks of the other workers at whose address nothing listens."""
+def not_listening(join: Join) -> dict[int, str]:
+    """Returns why nothing listens at the address of another worker, by the ranks of these."""
 
-    def listens(rank: int) -> bool:
-        return answers(join.addresses[rank], _CALL_S)
+    def why(rank: int) -> str:
+        return why_silent(join.addresses[rank], _CALL_S)
 
     others = [rank for rank in range(len(join.addresses)) if rank != join.rank]
     with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool:
-        return [
-            rank for rank, is_up in zip(others, pool.map(listens, others), strict=True) if not is_up
-        ]
+        return {
+            rank: words for rank, words in zip(others, pool.map(why, others), strict=True) if words
+        }
 
 
 def _size(join: Join) -> int:

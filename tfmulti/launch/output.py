@@ -17,10 +17,15 @@ from tfmulti.config.troubleshooting import docs_path_of, documented
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.heartbeat import WorkerFailure
 
-# Lines that TensorFlow's C++ code writes about itself. They do not explain a failure.
+# Lines that TensorFlow's C++ code writes about itself. They do not explain a failure. Without GPUs
+# it reports an error of CUDA at each start.
 _CHATTER = re.compile(
-    rb"[IW]\d{4,} |WARNING: All log messages before|To enable the following instr"
+    rb"[IW]\d{4,} |E\d{4,} .*(cuInit|Unable to register cu)|WARNING: All log messages before"
+    rb"|To enable the following instr|/job:\w+/replica:\d+/task:\d+\s*$"
 )
+
+# A message that a worker prints before it ends. Several workers find the same mistake.
+_MESSAGE = b"tfmulti: "
 
 # How many last lines of a worker are kept for the report of a failure, and the bytes of each.
 _LAST_LINES, _LONGEST_LINE = 10, 300
@@ -45,6 +50,8 @@ class Output:
         self._last: dict[tuple[int, str], deque[bytes]] = {}
         self._folder: Path | None = None
         self._width = 1
+        # Which worker has printed a message first.
+        self._told_by: dict[bytes, int] = {}
         # The paths in the docs that were named already.
         self._paths_shown = {""}
 
@@ -66,6 +73,7 @@ class Output:
                 file.close()
             self._files.clear()
             self._last.clear()
+            self._told_by.clear()
             self._folder, self._width = folder, len(str(workers - 1))
 
     def folder_of(self, rank: int) -> Path:
@@ -75,6 +83,8 @@ class Output:
 
     def line(self, rank: int, stream: str, line: bytes) -> None:
         """Shows a line and writes it to its file, as the configuration says.
+
+        A message of tfmulti that several workers print is shown once.
 
         Args:
             rank: the rank of the worker.
@@ -89,7 +99,8 @@ class Output:
                 # A full disk does not end the run.
                 with contextlib.suppress(OSError):
                     self._file(rank, stream).write(line)
-            if stream in self._config.terminal:
+            is_told = line.startswith(_MESSAGE) and self._told_by.setdefault(line, rank) != rank
+            if stream in self._config.terminal and not is_told:
                 text = line.decode(errors="replace").replace("\b", "").rstrip("\r\n")
                 # A terminal that is gone does not end the run.
                 with contextlib.suppress(OSError, ValueError):

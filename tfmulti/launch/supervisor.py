@@ -19,7 +19,7 @@ from types import FrameType
 
 from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.listening import names_loopback
-from tfmulti.errors import EXIT_FAILED, ConfigError
+from tfmulti.errors import EXIT_FAILED, EXIT_USER, ConfigError
 from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import join_job
@@ -129,6 +129,9 @@ class Job:
                         return code
         except Stopped as stop:
             self._say(f"{stop}: all workers have ended")
+            if self._saved:
+                self._say(describe_checkpoints(self._saved))
+                self._show_how_to_go_on()
             return 128 + stop.number
         except TooFewMachines as error:
             self._say(str(error))
@@ -148,7 +151,9 @@ class Job:
             rank = attempt.cause.rank
             host = membership.ranks_of(placement)[rank][0]
             host = os.uname().nodename if names_loopback(host) else host
-            lines = [] if attempt.cause.final else self._output.last_lines(rank)
+            is_mistake = attempt.cause.exit_code == EXIT_USER
+            is_seen = attempt.cause.final or (is_mistake and "stderr" in self._config.terminal)
+            lines = [] if is_seen else self._output.last_lines(rank)
             report(attempt, folder, host, lines, self._say)
             if attempt.cause.step is not None:
                 self._say(describe_checkpoints(self._saved))
@@ -157,8 +162,7 @@ class Job:
             if attempt.failures:
                 why = f": {action.why}" if action.why else ""
                 self._say(f"ending with exit code {action.exit_code}{why}")
-                if self._command and any(step >= 0 for step in self._saved.values()):
-                    self._say(f"to go on: {resume_command(self._command, self._saved)}")
+                self._show_how_to_go_on()
             return action.exit_code
         self._remember(attempt, placement, action.budget)
         left = self._budget.max_restarts - self._budget.used
@@ -166,6 +170,11 @@ class Job:
         self._say(f"starting all workers again{wait} ({left} more without progress)")
         time.sleep(action.delay_s)
         return None
+
+    def _show_how_to_go_on(self) -> None:
+        """Shows the command that resumes the job, if there is a checkpoint."""
+        if self._command and any(step >= 0 for step in self._saved.values()):
+            self._say(f"to go on: {resume_command(self._command, self._saved)}")
 
     def _folder(self) -> Path:
         """Returns a new folder for an attempt; raises ConfigError for the first attempt alone."""
@@ -237,6 +246,7 @@ class Job:
             except Stopped as stop:
                 self._say(f"{stop}: asking {len(worker_group.running())} workers to stop")
                 worker_group.end(self._config.shutdown_grace_s)
+                self._note_checkpoints(worker_group)
                 raise
             except Regroup:
                 worker_group.end(self._config.shutdown_grace_s)
@@ -338,7 +348,8 @@ def report(
     for line in lines:
         quote(f"    {line}")
     for other in attempt.failures:
-        if other.rank != cause.rank:
+        # Each worker finds the same mistake of the user.
+        if other.rank != cause.rank and not cause.exit_code == other.exit_code == EXIT_USER:
             say(f"then worker {other.rank} {other.what}")
     say(f"all output: {folder}")
 

@@ -195,6 +195,7 @@ def make_model(setup: Setup) -> keras.Model:
             model = _build_for(config.model, build, data)
         else:
             model = user_model.build(config.model, build, data.spec)
+            user_model.check_input(config.model, model, data.spec, config.dataset)
     finally:
         # A script that calls `train` keeps its own policy.
         keras.config.set_dtype_policy(before)

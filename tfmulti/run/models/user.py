@@ -41,6 +41,41 @@ def build(reference: str, function: Callable[..., Any], spec: DataSpec | None) -
     return model
 
 
+def check_input(reference: str, model: keras.Model, spec: DataSpec | None, dataset: str) -> None:
+    """Checks that a model with one input of a known shape takes the examples of the data.
+
+    Args:
+        reference: the text `package.module:function`, for the message.
+        model: the model.
+        spec: the form of the data, or None if it is not known.
+        dataset: the name of the data, for the message.
+
+    Raises:
+        ModelError: the model takes examples of another shape.
+    """
+    try:
+        shape = model.input_shape
+    except (AttributeError, ValueError):
+        # A subclass, or a Sequential without an Input.
+        return
+    is_one = isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)
+    if spec is None or not is_one:
+        return
+    # Keras adds or removes a last axis of one value.
+    wanted, given = (
+        axes[:-1] if axes[-1:] == (1,) else axes for axes in (shape[1:], spec.input_shape)
+    )
+    fits = len(wanted) == len(given) and all(
+        axis in (None, size) for axis, size in zip(wanted, given, strict=True)
+    )
+    if not fits:
+        raise ModelError(
+            f"--model {reference} takes examples of shape {shape[1:]}, but those of --dataset "
+            f"{dataset} have shape {spec.input_shape} ({spec.describe()}). Give the --dataset of "
+            "this model, or change its Input."
+        )
+
+
 def ends_in_logits(reference: str, model: keras.Model) -> bool:
     """Returns whether a classification model outputs logits, by its last layer.
 
