@@ -96,6 +96,20 @@ def correlation_over_the_batch() -> Made:
     return Made(BarlowTwins(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))
 
 
+class BarlowTwinsOfFullBatches(BarlowTwins):
+    def of(self, data: Any) -> Any:
+        a, b = (self.network(part) for part in data)
+        rows = tf.shape(a, out_type=tf.float32)[0]
+        return tf.reduce_sum((tf.matmul(a, b, transpose_a=True) / rows - tf.eye(3)) ** 2)
+
+
+@program("keras-io: Self-supervised contrastive learning with NNCLR")
+def rows_counted_in_floats() -> Made:
+    """A train_step that asks tf.shape for floats, which takes a number of rows known before."""
+    data = tf.data.Dataset.from_tensor_slices(PAIRS).batch(16, drop_remainder=True)
+    return Made(BarlowTwinsOfFullBatches(_embedding()), {"optimizer": adam()}, fit(data))
+
+
 class Queue(Own):
     """Positive examples are the nearest of a queue, which each batch replaces in part."""
 
