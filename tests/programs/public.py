@@ -199,6 +199,7 @@ def child(file: str, place: str, target: str, floatx: str = "float32") -> None:
     os.chdir(files)
     with tempfile.TemporaryDirectory() as folder:
         synthetic.install(Path(folder))
+        synthetic.give_floats_of(floatx)
         _watch(strategy, plain, left, FITS.get(Path(file).stem, USUAL_FITS))
         try:
             with creators or contextlib.nullcontext(), strategy.scope():

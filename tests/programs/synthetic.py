@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,17 @@ def shorten_datasets(is_inside: Callable[[], bool]) -> None:
     tf.data.Dataset.padded_batch = of_small_batches(padded_batch)
     tf.data.Dataset.shuffle = in_order
     tf.data.Dataset.map = mapped
+
+
+def give_floats_of(floatx: str) -> None:
+    """Makes functions of TensorFlow return Keras' type of floats if a program names none.
+
+    Args:
+        floatx: Keras' type of floats.
+    """
+    for name in ("eye", "one_hot"):
+        original = getattr(tf, name)
+        setattr(tf, name, functools.partial(original, dtype=tf.as_dtype(floatx)))
 
 
 def _rng() -> np.random.Generator:
