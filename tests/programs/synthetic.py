@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -104,9 +104,16 @@ def give_floats_of(floatx: str) -> None:
     Args:
         floatx: Keras' type of floats.
     """
-    for name in ("eye", "one_hot"):
-        original = getattr(tf, name)
-        setattr(tf, name, functools.partial(original, dtype=tf.as_dtype(floatx)))
+
+    def with_floats(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **options: Any) -> Any:
+            given = inspect.signature(original).bind(*args, **options).arguments
+            return original(**{"dtype": floatx, **given})
+
+        return make
+
+    for name in ("eye", "one_hot", "ones", "zeros"):
+        setattr(tf, name, with_floats(getattr(tf, name)))
 
 
 def _rng() -> np.random.Generator:

@@ -84,11 +84,12 @@ def test_a_program_computes_in_another_type(
 
 
 def test_floats_of_tensorflow_are_those_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("eye", "one_hot"):
+    for name in ("eye", "one_hot", "ones", "zeros"):
         monkeypatch.setattr(tf, name, getattr(tf, name))
     synthetic.give_floats_of("float64")
     assert tf.eye(2).dtype == tf.one_hot([1], 2).dtype == tf.float64
-    assert tf.one_hot([1], 2, dtype=tf.float32).dtype == tf.float32
+    assert tf.zeros([2]).dtype == tf.float64
+    assert tf.ones([2], tf.float32).dtype == tf.float32
 
 
 def test_an_optimizer_that_makes_no_step_is_not_compared() -> None:

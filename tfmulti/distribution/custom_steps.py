@@ -111,30 +111,6 @@ def global_norm(
     return original(_global(replica_slice, t_list), *args, **kwargs)
 
 
-def shape(
-    original: Original,
-    replica_slice: ReplicaSlice,
-    input: Any,
-    out_type: tf.DType | None = None,
-    name: str | None = None,
-) -> tf.Tensor:
-    """Returns a tensor's shape in any type of numbers.
-
-    TensorFlow gives it in floats if the shape is known while tracing. A replica has a number of
-    rows that is not known, even if all global batches have the same number.
-
-    Args:
-        original: `tf.shape`.
-        replica_slice: this replica's slice.
-        input: the tensor.
-        out_type: the type of the result, or None.
-        name: the name of the operation, or None.
-    """
-    if out_type in (None, tf.int32, tf.int64):
-        return original(input, out_type, name)
-    return tf.cast(original(input, name=name), out_type)
-
-
 def _global(replica_slice: ReplicaSlice, gradients: Any) -> list[Any]:
     """Returns the gradients of the global batch.
 
@@ -170,5 +146,4 @@ FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.nn, "scale_regularization_loss", regularization_loss),
     (tf, "clip_by_global_norm", clip_by_global_norm),
     (tf.linalg, "global_norm", global_norm),
-    (tf, "shape", shape),
 ]

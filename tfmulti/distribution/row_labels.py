@@ -34,9 +34,9 @@ from tfmulti.distribution.row_rules import (
     Kind,
     Label,
     Parts,
+    counts_own_rows,
     has_gradient_of_its_own,
     is_linear,
-    is_shape_input,
     leaves_out_rows,
     parts_after,
     reduced_axes,
@@ -413,10 +413,10 @@ def _of_rows(marks: _Marks, at: Computed) -> Label:
             return GLOBAL
         return MEAN if is_mean and first.kind is Kind.ROWS else SUM
     parts = parts_after(at)
-    takes_shape = any(is_shape_input(at.op, i) for i in range(len(at.inputs)))
+    takes_shape = any(counts_own_rows(at.op, i) for i in range(len(at.inputs)))
     if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
         return GLOBAL
-    used = [label for i, label in enumerate(at.inputs) if not is_shape_input(at.op, i)]
+    used = [label for i, label in enumerate(at.inputs) if not counts_own_rows(at.op, i)]
     if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in used):
         return rows(parts)
     known = (Kind.ALIKE, Kind.ROWS, Kind.COUNT)

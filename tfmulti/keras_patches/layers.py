@@ -8,7 +8,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 | states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
 | labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
 | layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` and of AugMix | none | these layers know about replicas |
-| custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm`, `tf.shape` | none | these functions know about replicas |
+| custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 """  # noqa: E501
 
