@@ -315,6 +315,8 @@ def _noted(inside: list[str], name: str) -> Iterator[None]:
 def _shortened(original: Any, model: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
     import inspect
 
+    import keras
+
     from tests.programs import synthetic
 
     given = inspect.signature(original).bind(model, *args, **options).arguments
@@ -326,6 +328,13 @@ def _shortened(original: Any, model: Any, args: Any, options: dict[str, Any]) ->
             given[name] = synthetic.cut(given[name])
     if given.get("batch_size"):
         given["batch_size"] = min(given["batch_size"], synthetic.BATCH)
+    if not model.built:
+        # Keras 3 does not save such a model.
+        given["callbacks"] = [
+            callback
+            for callback in given.get("callbacks") or ()
+            if not isinstance(callback, keras.callbacks.ModelCheckpoint)
+        ]
     for name in ("steps_per_epoch", "validation_steps"):
         if given.get(name):
             given[name] = min(given[name], synthetic.STEPS)

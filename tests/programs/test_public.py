@@ -92,6 +92,16 @@ def test_floats_of_tensorflow_are_those_of_keras(monkeypatch: pytest.MonkeyPatch
     assert tf.ones([2], tf.float32).dtype == tf.float32
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_a_model_that_keras_cannot_save_is_not_saved(built: bool) -> None:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    if built:
+        model.build((None, 1))
+    callbacks = [keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.TerminateOnNaN()]
+    found = public._shortened(keras.Model.fit, model, (), {"callbacks": callbacks})
+    assert found["callbacks"] == (callbacks if built else callbacks[1:])
+
+
 def test_an_optimizer_that_makes_no_step_is_not_compared() -> None:
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.other = keras.optimizers.SGD()
