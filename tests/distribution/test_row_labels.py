@@ -20,6 +20,11 @@ TABLE = tf.constant(np.arange(20, dtype=np.float32).reshape(5, 4))
 IMAGES = (2, 2, 1)
 
 
+def _cropped(x: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    """Returns a crop of each image, by boxes that depend on the rows."""
+    return tf.image.crop_and_resize(tf.reshape(x, [-1, *IMAGES]), x / 2.0, numbers, (2, 2))
+
+
 def _given_out(first: Any, given: Any) -> Any:
     """Returns a tensor that existed before the call, as a layer may do."""
     row_labels.mark_call(given, first)
@@ -66,6 +71,7 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "convolution": lambda x: tf.nn.conv2d(
         tf.reshape(x, [-1, 2, 2, 1]), tf.ones([2, 2, 1, 3]), 1, "SAME"
     ),
+    "crops": lambda x: _cropped(x, tf.range(tf.shape(x)[0])),
     "padded": lambda x: tf.pad(x, [[0, 0], [1, 1]]),
     "repeated features": lambda x: tf.tile(x, [1, 3]),
     "cumulated features": lambda x: tf.cumsum(x, axis=1),
@@ -114,6 +120,8 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "largest": lambda x: tf.argmax(x, 0),
     "largest rows": lambda x: tf.math.top_k(x[:, 0], 2).values,
     "products by all rows": lambda x: tf.reshape(tf.matmul(x, x, transpose_b=True), [-1]),
+    "crops of one image": lambda x: _cropped(x, tf.fill([tf.shape(x)[0]], 1)),
+    "crops in another order": lambda x: _cropped(x, tf.range(tf.shape(x)[0] - 1, -1, -1)),
     "numbered": lambda x: x * tf.range(tf.cast(tf.shape(x)[0], tf.float32))[:, None],
 }
 

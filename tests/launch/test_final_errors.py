@@ -57,8 +57,7 @@ def test_a_mistake_is_shown_once_and_no_worker_starts_again(tmp_path: Path) -> N
     (tmp_path / "train.py").write_text(
         "from tfmulti.errors import ConfigError\nraise ConfigError('--epochs is 0')\n"
     )
-    argv = ["-m", "tfmulti.launch", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
-    done = run([*argv, str(tmp_path / "train.py")], tmp_path / "launcher", limit_s=LIMIT_S)
+    done = launch(tmp_path, "--nproc-per-node", "2", str(tmp_path / "train.py"))
     assert done.returncode == 2
     told, *lines = done.stderr.splitlines()
     assert re.fullmatch(r"\[worker [01]\] tfmulti: --epochs is 0 \(docs: .*\)", told)

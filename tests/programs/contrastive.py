@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.common import adam, batches, features, fit, labels, sgd
+from tests.programs.common import adam, batches, features, fit, images, labels, sgd
 from tests.programs.registry import Made, program
 
 WIDTH = 4
@@ -94,6 +94,49 @@ class BarlowTwins(Own):
 def correlation_over_the_batch() -> Made:
     """A train_step whose loss is of correlations over the rows."""
     return Made(BarlowTwins(_embedding()), {"optimizer": adam()}, fit(batches(*PAIRS)))
+
+
+class BarlowTwinsOfFullBatches(BarlowTwins):
+    def of(self, data: Any) -> Any:
+        a, b = (self.network(part) for part in data)
+        rows = tf.shape(a, out_type=tf.float32)[0]
+        return tf.reduce_sum((tf.matmul(a, b, transpose_a=True) / rows - tf.eye(3)) ** 2)
+
+
+@program("keras-io: Self-supervised contrastive learning with NNCLR")
+def rows_counted_in_floats() -> Made:
+    """A train_step that asks tf.shape for floats, which takes a number of rows known before."""
+    data = tf.data.Dataset.from_tensor_slices(PAIRS).batch(16, drop_remainder=True)
+    return Made(BarlowTwinsOfFullBatches(_embedding()), {"optimizer": adam()}, fit(data))
+
+
+class RandomCrops(layers.Layer):
+    """Crops each image to a box of its own, and changes its brightness."""
+
+    def call(self, x: Any) -> Any:
+        rows = tf.shape(x)[0]
+        sizes = keras.random.uniform((rows,), 0.5, 1.0)
+        begin = keras.random.uniform((rows,), 0, 1 - sizes)
+        boxes = tf.stack([begin, begin, begin + sizes, begin + sizes], axis=1)
+        x = tf.image.crop_and_resize(x, boxes, tf.range(rows), (2, 2))
+        return x * keras.random.uniform((tf.shape(x)[0], 1, 1, 1), 0.5, 1.5)
+
+
+class SimClrOfCrops(SimClr):
+    def __init__(self, network: keras.Model) -> None:
+        super().__init__(network)
+        self.crops = keras.Sequential([RandomCrops(), layers.Flatten()])
+
+    def of(self, data: Any) -> Any:
+        both = tf.concat(data, axis=0)
+        return super().of((self.crops(both), self.crops(both)))
+
+
+@program("keras-io: Self-supervised contrastive learning with NNCLR")
+def joined_images_cropped_at_random() -> Made:
+    """Two batches of images joined, each image cropped to a random box of its own."""
+    data = batches(images(), images()[::-1])
+    return Made(SimClrOfCrops(_embedding()), {"optimizer": adam()}, fit(data))
 
 
 class Queue(Own):

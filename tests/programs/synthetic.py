@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,24 @@ def shorten_datasets(is_inside: Callable[[], bool]) -> None:
     tf.data.Dataset.padded_batch = of_small_batches(padded_batch)
     tf.data.Dataset.shuffle = in_order
     tf.data.Dataset.map = mapped
+
+
+def give_floats_of(floatx: str) -> None:
+    """Makes functions of TensorFlow return Keras' type of floats if a program names none.
+
+    Args:
+        floatx: Keras' type of floats.
+    """
+
+    def with_floats(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **options: Any) -> Any:
+            given = inspect.signature(original).bind(*args, **options).arguments
+            return original(**{"dtype": floatx, **given})
+
+        return make
+
+    for name in ("eye", "one_hot", "ones", "zeros"):
+        setattr(tf, name, with_floats(getattr(tf, name)))
 
 
 def _rng() -> np.random.Generator:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -63,6 +65,52 @@ def test_a_program_runs_by_the_random_numbers_of_keras(
         public.verdicts(name, file, ["mirrored-2"], tmp_path, 1)
     assert seen == ["x = tf.random.uniform((3,))\n", "x = keras.random.uniform((3,))\n"]
     assert PUBLIC["nnclr_by_keras_random"] == PUBLIC["nnclr"]
+
+
+def test_a_program_computes_in_another_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def run(file: Path, place: str, folder: Path, limit_s: int, floatx: str) -> dict[str, Any]:
+        seen.append((file.read_text(), floatx))
+        return {"error": np.array(["ValueError", "no data"])}
+
+    monkeypatch.setattr(public, "_run", run)
+    file = tmp_path / "vae.py"
+    file.write_text("x = tf.cast(x, tf.float32)\n")
+    public.verdicts("vae", file, ["mirrored-2"], tmp_path, 1, "float64")
+    assert seen == [("x = tf.cast(x, tf.float64)\n", "float64")]
+
+
+def test_floats_of_tensorflow_are_those_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("eye", "one_hot", "ones", "zeros"):
+        monkeypatch.setattr(tf, name, getattr(tf, name))
+    synthetic.give_floats_of("float64")
+    assert tf.eye(2).dtype == tf.one_hot([1], 2).dtype == tf.float64
+    assert tf.zeros([2]).dtype == tf.float64
+    assert tf.ones([2], tf.float32).dtype == tf.float32
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_model_that_keras_cannot_save_is_not_saved(built: bool) -> None:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    if built:
+        model.build((None, 1))
+    callbacks = [keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.TerminateOnNaN()]
+    found = public._shortened(keras.Model.fit, model, (), {"callbacks": callbacks})
+    assert found["callbacks"] == (callbacks if built else callbacks[1:])
+
+
+def test_an_optimizer_that_makes_no_step_is_not_compared() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.other = keras.optimizers.SGD()
+    model.compile(loss="mse")
+    history = model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    model.other.build(model.trainable_variables)
+    slots = [name for name in public._left_by(model, history, 0) if "/slot/" in name]
+    assert slots
+    assert not [name for name in slots if "/slot/other/" in name]
 
 
 def test_files_stay_when_another_worker_has_written_them(

@@ -35,7 +35,7 @@ from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import of_all_replicas, rows_of_all, total
 from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
-from tfmulti.distribution.row_rules import Kind, Label, is_shape_input, varying_inputs
+from tfmulti.distribution.row_rules import Kind, Label, counts_own_rows, varying_inputs
 from tfmulti.errors import ModelError
 
 
@@ -433,7 +433,7 @@ class _Builder:
         op = value.op
         inputs = list(op.inputs)
         if label_of(value).kind is Kind.MIXED:
-            inputs = [t for i, t in enumerate(inputs) if not is_shape_input(op, i)]
+            inputs = [t for i, t in enumerate(inputs) if not counts_own_rows(op, i)]
         elif row_labels.is_state_of_metric(value):
             return []
         elif row_labels.is_reduction_of_rows(value) and value.shape.is_fully_defined():
@@ -483,7 +483,7 @@ class _Builder:
             inputs = []
             for i, tensor in enumerate(value.op.inputs):
                 has_rows = label_of(tensor).kind in (Kind.ROWS, Kind.MIXED)
-                if is_shape_input(value.op, i):
+                if counts_own_rows(value.op, i):
                     inputs.append(tensor)
                 else:
                     inputs.append(self.rows(tensor) if has_rows else self.whole(tensor))

@@ -34,9 +34,9 @@ from tfmulti.distribution.row_rules import (
     Label,
     Node,
     Parts,
+    counts_own_rows,
     has_custom_gradient,
     is_linear,
-    is_shape_input,
     leaves_out_rows,
     parts_after,
     reduced_axes,
@@ -413,10 +413,10 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
             return GLOBAL
         return MEAN if is_mean and first.kind is Kind.ROWS else SUM
     parts = parts_after(node)
-    takes_shape = any(is_shape_input(node.op, i) for i in range(len(node.labels)))
+    takes_shape = any(counts_own_rows(node.op, i) for i in range(len(node.labels)))
     if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
         return GLOBAL
-    value_labels = [label for i, label in enumerate(node.labels) if not is_shape_input(node.op, i)]
+    value_labels = [label for i, label in enumerate(node.labels) if not counts_own_rows(node.op, i)]
     if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in value_labels):
         return rows(parts)
     known = (Kind.ALIKE, Kind.ROWS, Kind.COUNT)

@@ -117,9 +117,9 @@ def reduced_axes(node: Node) -> set[int] | None:
     return {int(axis) % rank for axis in axes.reshape([-1])}
 
 
-def is_shape_input(op: tf.Operation, index: int) -> bool:
-    """Returns whether an input of an operation on rows is a shape, which stays this replica's."""
-    return index == 1 and op.type in ("Reshape", "BroadcastTo")
+def counts_own_rows(op: tf.Operation, index: int) -> bool:
+    """Returns whether an input of an operation on rows counts them, and so stays this replica's."""
+    return (op.type, index) in {("Reshape", 1), ("BroadcastTo", 1), ("CropAndResize", 2)}
 
 
 def is_linear(node: Node) -> bool:
@@ -380,6 +380,15 @@ def _one_hot(node: Node) -> Parts | None:
     return node.parts_if(node.op.get_attr("axis") != 0 and node.are_alike(node.labels[1:]))
 
 
+def _cropped(node: Node) -> Parts | None:
+    """Rule of crops of images: the box at an index must be of the image at this index."""
+    numbers = node.op.inputs[2].op
+    ends = [numbers.inputs[i] for i in (0, 2)] if numbers.type == "Range" else []
+    is_each = [tf.get_static_value(end) for end in ends] == [0, 1]
+    has_rows = all(label.has_rows for label in node.labels[:2])
+    return node.same_parts() if is_each and has_rows else None
+
+
 def _by_equation(node: Node) -> Parts | None:
     """Rule of Einstein sums, whose first letter must stand for the rows."""
     equation = node.op.get_attr("equation")
@@ -433,6 +442,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("GatherV2", "ResourceGather"), _looked_up),
     "TopKV2": _top_of_last_axis,
     "ConcatV2": _concatenated,
+    "CropAndResize": _cropped,
     "Einsum": _by_equation,
     "ExpandDims": _expanded,
     "IdentityN": _each_of_its_input,

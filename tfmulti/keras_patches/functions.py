@@ -1,12 +1,13 @@
-"""Patch of `tf.function`: inside a replica's step, its Python function is traced in place.
+"""Patches of `tf.function` and `tf.shape`, so that steps of one device can be traced for replicas.
 
-A function that the user decorates with `@tf.function` would be one operation in the graph of the
-step. `row_labels` cannot read such an operation, and TensorFlow cannot build it once more for the
-global batch. So its operations go into the graph of the step itself, as those of any other function
-of the user.
+Inside a replica's step the Python function of a `tf.function` is traced in place. A function that
+the user decorates with `@tf.function` would be one operation in the graph of the step. `row_labels`
+cannot read such an operation, and TensorFlow cannot build it once more for the global batch. So its
+operations go into the graph of the step itself, as those of any other function of the user.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
+| shapes in floats | public: `tf.shape` | none | TensorFlow gives a shape in floats if the number of rows is not known while tracing |
 | functions within a step | `polymorphic_function.Function`, its `_autograph` | none | an operation that calls a function can be built again with other inputs |
 """  # noqa: E501
 
@@ -26,8 +27,24 @@ _LIBRARIES = ("tfmulti", "keras", "tensorflow")
 
 
 def install() -> None:
-    """Patches the call of a `tf.function`."""
+    """Patches the call of a `tf.function`, and `tf.shape`."""
     replace(Function, "__call__", in_replica_slice(_trace_in_place))
+    replace(tf, "shape", _in_any_type)
+
+
+def _in_any_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a `tf.shape` that also gives an unknown number of rows in floats.
+
+    TensorFlow gives floats only if the shape is known while tracing, as it may be on one device.
+    The number of rows of a replica is not known then.
+    """
+
+    def shape(input: Any, out_type: Any = None, name: str | None = None) -> tf.Tensor:
+        if out_type in (None, tf.int32, tf.int64):
+            return original(input, out_type, name)
+        return tf.cast(original(input, name=name), out_type)
+
+    return shape
 
 
 def _trace_in_place(

@@ -220,7 +220,7 @@ class Summary:
         local = replica_context.local_index(placement.local_replicas)
         weight = batch.weight(local)
         digest = tf.cast(batch.digest if local == 0 else 0, tf.float32)
-        digests = tf.one_hot(placement.rank, placement.workers) * digest
+        digests = tf.one_hot(placement.rank, placement.workers, dtype=digest.dtype) * digest
         own_waited_s = waited_s = tf.cast(totals.waited_s, tf.float32)
         lost = tf.cast(totals.lost if local == 0 else 0, tf.float32)
         parts = [_part(value, weight) for value in logs.values()]
