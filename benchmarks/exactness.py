@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result_files
-from benchmarks.compare import free_ports
+from tfmulti.launch.addresses import reserved
 
 PLACES = ("2 replicas", "2 workers")
 FEATURES, CLASSES, UNITS, BATCH = 32, 10, 128, 64
@@ -165,8 +165,8 @@ def measure(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
 def run_place(place: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
     """Measures a place in new processes, one for each worker, and returns the chief's figures."""
     count = 1 if place == "2 replicas" else 2
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(count)]}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserved(count) as addresses:
+        cluster = {"worker": addresses}
         processes = []
         for index in range(count):
             env = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3")

@@ -161,7 +161,9 @@ def test_sigusr1_ends_no_worker_that_waits_for_another(group: Processes, tmp_pat
         line = until(lambda: re.search(r"tfmulti: worker 0: .*\n", group.errors(0)), group)[0]
         assert (seen["waits"][0]["what"], seen["waits"][0]["missing"]) == ("the rendezvous", [1])
         assert any("build_strategy" in frame for frame in seen["stacks"]["MainThread"])
-        assert f"; worker 1 does not listen at {addresses[1]}. See {tmp_path}/run/hang_" in line
+        assert f"; worker 1 does not listen at {addresses[1]} (refused). Start it, " in line
+        assert "which this process has got from the shell or program that started it" in line
+        assert f". See {tmp_path}/run/hang_worker_0.json" in line
         fit(group, addresses, 1, tmp_path)
         until((tmp_path / "run/history.csv").exists, group)
 

@@ -121,6 +121,7 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "largest rows": lambda x: tf.math.top_k(x[:, 0], 2).values,
     "products by all rows": lambda x: tf.reshape(tf.matmul(x, x, transpose_b=True), [-1]),
     "crops of one image": lambda x: _cropped(x, tf.fill([tf.shape(x)[0]], 1)),
+    "crops at given numbers": lambda x: _cropped(x, tf.range(6)),
     "crops in another order": lambda x: _cropped(x, tf.range(tf.shape(x)[0] - 1, -1, -1)),
     "numbered": lambda x: x * tf.range(tf.cast(tf.shape(x)[0], tf.float32))[:, None],
 }

@@ -180,7 +180,7 @@ def test_workers_that_may_work_go_on(tmp_path: Path, how: str) -> None:
     """They count up to a total, or do not use tfmulti and so report no steps."""
     done = spun(tmp_path, how)
     assert done.returncode == 0, done.stderr
-    warned = "warning: the workers have shown no progress for 10 s (10 times --start-timeout)"
+    warned = "warning: each worker has shown no progress for 10 s (10 times --start-timeout)"
     assert done.stderr.count(warned) == (how == "polls")
 
 

@@ -407,8 +407,10 @@ def test_a_machine_that_the_first_does_not_want(
     config = parse(
         ["--hosts", hosts, "--node-rank", "0", "--master-port", str(port), "-m", "y"], ""
     )
-    door = JoinListener(dataclasses.replace(config, secret=SECRET), "127.0.0.1", ["127.0.0.1", "b"])
-    request.addfinalizer(lambda: door.close(0))
+    listener = JoinListener(
+        dataclasses.replace(config, secret=SECRET), "127.0.0.1", ["127.0.0.1", "b"]
+    )
+    request.addfinalizer(lambda: listener.close(0))
     flags = ["--hosts", hosts, "--node-rank", "1", "--master-port", str(port)]
     flags += ["--start-timeout", "1"]
     argv = [sys.executable, "-m", "tfmulti.launch", *flags, "-m", "x"]

@@ -20,10 +20,9 @@ from tfmulti.launch.joining import Join, hang_file, report, watch
 from tfmulti.launch.stacks import STACKS_FILE
 from tfmulti.training.watchdog import read
 
-STACKS = """Current thread 0x00000000000000ff (most recent call first):
+STACKS = """Stack (most recent call first):
   File "/a/reader.py", line 7 in read
-
-Thread 0x0000000000000010 (most recent call first):
+Stack (most recent call first):
   File "/b/context.py", line 745 in ensure_initialized
   File "/b/train.py", line 3 in <module>
 """
@@ -34,7 +33,7 @@ def join(tmp_path: Path) -> Iterator[Join]:
     """Gives worker 0 of three, of which worker 1 listens and worker 2 does not."""
     with reserved(2) as (own, silent), socket.create_server(("127.0.0.1", 0)) as other:
         addresses = (own, f"127.0.0.1:{other.getsockname()[1]}", silent)
-        yield Join(0, addresses, str(tmp_path / "run"), os.getpid(), 16, None)
+        yield Join(0, addresses, str(tmp_path / "run"), os.getpid(), None)
 
 
 def test_the_missing_worker_and_the_stacks_are_told(
@@ -51,7 +50,6 @@ def test_the_missing_worker_and_the_stacks_are_told(
     found = json.loads(path.read_text())
     assert found["waits"] == [{"what": "the rendezvous", "missing": [2], "seconds": 61.0}]
     assert found["stacks"] == {
-        "thread 255": ["/a/reader.py:7 read"],
         "MainThread": ["/b/train.py:3 <module>", "/b/context.py:745 ensure_initialized"],
     }
     # The watchdog of `fit` reads the files of other workers.
@@ -124,7 +122,7 @@ def test_a_name_that_does_not_resolve_is_told_with_who_set_tf_config(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with reserved(1) as (own,):
-        join = Join(0, (own, "no-such-host.invalid:2222"), None, os.getpid(), 16, None)
+        join = Join(0, (own, "no-such-host.invalid:2222"), None, os.getpid(), None)
         joining.tell(join, 5.0, joining.not_listening(join))
         monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": join.addresses}}))
         joining.tell(join, 5.0, joining.not_listening(join))

@@ -332,7 +332,7 @@ def _shortened(original: Any, model: Any, args: Any, options: dict[str, Any]) ->
         # Keras 3 does not save such a model.
         given["callbacks"] = [
             callback
-            for callback in given.get("callbacks") or ()
+            for callback in keras.tree.flatten(given.get("callbacks"))
             if not isinstance(callback, keras.callbacks.ModelCheckpoint)
         ]
     for name in ("steps_per_epoch", "validation_steps"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -65,6 +66,27 @@ def test_an_input_that_keras_fits_to_the_data_is_taken(shape: tuple[int | None, 
     user.check_input("mine:model", model, DIGITS, "digits")
     # Keras takes it as well.
     assert model(keras.ops.zeros((2, 8, 8, 1))).shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "example"),
+    [((1, 1), (1,)), ((10, 1, 1), (10, 1)), ((1,), (1, 1)), ((4, 1), (4, 1, 1))],
+)
+def test_one_axis_of_one_value_is_added_or_removed(
+    shape: tuple[int, ...], example: tuple[int, ...]
+) -> None:
+    model = keras.Sequential([keras.Input(shape), keras.layers.Identity()])
+    user.check_input("m:m", model, dataclasses.replace(DIGITS, input_shape=example), "mine:data")
+    assert model(keras.ops.zeros((2, *example))).shape[0] == 2
+
+
+def test_an_attribute_of_a_subclass_says_nothing_about_its_input() -> None:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input_shape = (3, 3)
+
+    user.check_input("mine:model", Model(), DIGITS, "digits")
 
 
 def test_only_a_single_input_of_a_known_shape_is_compared() -> None:

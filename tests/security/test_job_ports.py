@@ -39,7 +39,7 @@ class AgreementPort:
     name = "1"
 
     def __init__(self) -> None:
-        job = f"doors {os.getpid()} {next(_jobs)}"
+        job = f"ports {os.getpid()} {next(_jobs)}"
         self.jobs = [
             Layout("slurm", rank, 2, rank, 2, HOST, (HOST,), job, (HOST,) * 2) for rank in (0, 1)
         ]

@@ -166,7 +166,7 @@ def test_a_worker_that_waits_for_ever_before_the_first_step_is_named(
     done = launch(tmp_path, *flags, str(script))
     assert done.returncode == 1
     assert re.search(r"worker \d has done nothing for 3 s \(--start-timeout\)", done.stderr)
-    assert done.stderr.count("the stacks of worker ") == workers
+    assert done.stderr.count("the main thread of worker ") == workers
     assert 'waits.py", line 6 in <module>' in done.stderr
 
 

@@ -103,7 +103,7 @@ def measure(
     print()
     for label, lines in (("limit", report.limits), ("model", report.model_lines())):
         for line in lines:
-            # The first part names the point and its limit, and the others explain it.
+            # The first part is the limit or figure, and the others explain it.
             first, *others = line.split("; ")
             say(label, first)
             for words in others:

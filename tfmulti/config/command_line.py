@@ -79,6 +79,15 @@ def whole_number(text: str) -> int:
     return number
 
 
+def load_for_exit() -> None:
+    """Loads the library that glibc needs when a thread ends at the exit of the process.
+
+    If no file could be opened by then, glibc would abort the process.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libgcc_s.so.1")
+
+
 def exit_code_of(command: Callable[[], int | None]) -> int:
     """Runs a command that prints to standard output, and returns its exit code.
 
@@ -89,10 +98,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     Args:
         command: returns the exit code, or None if all went well.
     """
-    with contextlib.suppress(OSError):
-        # glibc loads this library when a thread ends at the exit of the process. It would abort the
-        # process if no file can be opened by then.
-        ctypes.CDLL("libgcc_s.so.1")
+    load_for_exit()
     code = _EXIT_NO_READER
     try:
         try:

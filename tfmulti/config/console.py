@@ -18,7 +18,7 @@ def speaker(is_chief: bool) -> Say:
 
     def say(label: str, text: str) -> None:
         if is_chief:
-            print(f"{label:<10} {documented(text)}", flush=True)
+            print(f"{label:<10} {escaped(documented(text))}", flush=True)
 
     return say
 

@@ -4,19 +4,18 @@ TensorFlow's own collectives between CPUs use gRPC, which takes most of the time
 network's step: a sum of 7.4 MB between two workers of one machine takes 13 ms of a core.
 
 Here a collective is two operations of the graph. The send operation gives this worker's part to the
-channel. The receive operation waits for the other workers' parts. TensorFlow computes
-other operations between the two, without another thread. TensorFlow also computes the sums. Either
-every worker adds the parts in the order of the ranks, or one worker computes the sum and sends it
-to the others. So all workers get the same bits.
+channel. The receive operation waits for the other workers' parts. TensorFlow computes other
+operations between the two, without another thread. TensorFlow also computes the sums. Either every
+worker adds the parts in the order of the ranks, or one worker computes the sum and sends it to the
+others. So all workers get the same bits.
 
 TensorFlow runs operations with side effects in the order in which they were added to the graph. So
 all workers begin their collectives in the same order, and a worker that waits has begun all earlier
 ones. Therefore no deadlock is possible.
 
-These collectives are for the graph of a step that is built inside `serving`. Each worker must
-have one CPU replica, and must reach all other workers. Elsewhere, as
-in the user's own functions and in eager mode, they return None. The caller then uses the replica
-context.
+These collectives are for the graph of a step that is built inside `serving`. Each worker must have
+one CPU replica, and must reach all other workers. Elsewhere, as in the user's own functions and in
+eager mode, they return None. The caller then uses the replica context.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _raised: list[BaseException] = []
 
 
 def channel_of(placement: Placement) -> Channel | None:
-    """Returns the channel to all other workers, or None if TensorFlow's must be used.
+    """Returns the channel to all other workers, or None if TensorFlow must exchange the values.
 
     It is None for a single worker, for several replicas on each worker, on GPUs, and where one
     worker cannot reach another. All workers must call it. The first call connects them.

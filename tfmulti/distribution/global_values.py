@@ -253,8 +253,8 @@ def _gradient_in_branch(
         return _by_source(replica_slice, sources, original(target, sources, **options))
     raise ModelError(
         "the train_step takes a gradient inside a condition or a loop, of a value that needs the "
-        "rows of all replicas, which cannot be exchanged there. Compute the value in it, and "
-        "take its gradient outside, or compute both values and choose one by tf.where."
+        "rows of all replicas, which cannot be exchanged there. Compute the value there, "
+        "and take its gradient outside, or compute both values and choose one by tf.where."
     )
 
 

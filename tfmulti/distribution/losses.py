@@ -181,8 +181,8 @@ def from_all_rows(
     """Returns `compute(y_true, y_pred, weights)` of the global batch, the same on all replicas.
 
     The predictions of the other replicas are constants here. So each replica's gradient is the part
-    of its own rows. The gradient is divided by the replica's weight, so that the mean
-    over the replicas is the gradient of the global batch.
+    of its own rows. The gradient is divided by the replica's weight, so that the mean over the
+    replicas is the gradient of the global batch.
 
     Args:
         replica_slice: this replica's slice.

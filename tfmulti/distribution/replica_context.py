@@ -38,8 +38,8 @@ def reduce_gradients(
 ) -> list[Any]:
     """Returns the gradients of the global batch, the same on every replica.
 
-    Without a current `ReplicaSlice` the gradients are summed without weights. They were weighted
-    before then, or come from a training loop of the user's own, which scales its losses as
+    Without a current `ReplicaSlice` the gradients are summed without weights. In that case they
+    were weighted before, or come from a training loop of the user's own, which scales its losses as
     tf.distribute's guide says.
 
     Args:

@@ -118,17 +118,17 @@ class CannotCompileError(Exception):
     """Raised while tracing when XLA cannot compile a replica's step with identical results."""
 
 
-_hindrances: PerThread[list[str] | None] = PerThread(None)
+_obstacles: PerThread[list[str] | None] = PerThread(None)
 
 
-def compiling(hindrances: list[str]) -> contextlib.AbstractContextManager[list[str] | None]:
+def compiling(obstacles: list[str]) -> contextlib.AbstractContextManager[list[str] | None]:
     """Makes `refuse_to_compile` raise an error in this thread, inside the context.
 
     Args:
-        hindrances: the list to which the reasons are added. Keras may replace the error by
+        obstacles: the list to which the reasons are added. Keras may replace the error by
             another one, so the caller reads the reasons there.
     """
-    return _hindrances.set_to(hindrances)
+    return _obstacles.set_to(obstacles)
 
 
 def refuse_to_compile(action: str) -> None:
@@ -142,7 +142,7 @@ def refuse_to_compile(action: str) -> None:
     Raises:
         CannotCompileError: the call is inside `compiling`.
     """
-    hindrances = _hindrances.get()
-    if hindrances is not None:
-        hindrances.append(action)
+    obstacles = _obstacles.get()
+    if obstacles is not None:
+        obstacles.append(action)
         raise CannotCompileError(action)

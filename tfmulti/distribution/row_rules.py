@@ -385,7 +385,9 @@ def _cropped(node: Node) -> Parts | None:
     numbers = node.op.inputs[2].op
     ends = [numbers.inputs[i] for i in (0, 2)] if numbers.type == "Range" else []
     is_each = [tf.get_static_value(end) for end in ends] == [0, 1]
-    has_rows = all(label.has_rows for label in node.labels[:2])
+    images, boxes, indices = node.labels[:3]
+    # A literal number of indices would be that of all replicas.
+    has_rows = images.has_rows and boxes.has_rows and indices.kind is Kind.COUNT
     return node.same_parts() if is_each and has_rows else None
 
 

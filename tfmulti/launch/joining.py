@@ -5,7 +5,7 @@ of its own does it, which `watching_join` starts and ends. It reads a `Join` fro
 
 This process tries the address of every other worker when the worker has waited for five seconds,
 for a minute, and when it gets SIGUSR1. It prints a line with the addresses at which nobody listens.
-Except after five seconds, it also writes hang_worker_K.json with these workers and with the stacks
+Except after five seconds, it also writes hang_worker_K.json with these workers and with the stack
 of the waiting worker. It ends when its standard input does, so it does not outlive the worker.
 """
 
@@ -19,7 +19,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,6 @@ EARLY_S, LATE_S = 5.0, 60.0
 _LOOK_S, _CALL_S, _END_S = 0.5, 2.0, 2.0
 _CALLS_AT_ONCE = 32
 _SHOWN = 3
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.M)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 
@@ -49,8 +47,7 @@ class Join:
         addresses: the `host:port` of each worker.
         folder: the folder of hang_worker_K.json. Without one only the line is printed.
         pid: the id of its process.
-        main_thread: the identifier of its main thread.
-        stacks: the descriptor of the file to which SIGUSR1 adds its stacks, or None.
+        stacks: the descriptor of the file to which SIGUSR1 adds its stack, or None.
         size: the bytes of that file when the worker began to wait. The signal may come before the
             process that watches has started.
     """
@@ -59,7 +56,6 @@ class Join:
     addresses: tuple[str, ...]
     folder: str | None
     pid: int
-    main_thread: int
     stacks: int | None
     size: int = 0
 
@@ -79,9 +75,8 @@ def watching_join(rank: int, addresses: Sequence[str], folder: str | None) -> It
         folder: the folder of hang_worker_K.json, or None.
     """
     with file_of_stacks() as stacks:
-        main_thread = threading.main_thread().ident or 0
         size = 0 if stacks is None else os.fstat(stacks).st_size
-        join = Join(rank, tuple(addresses), folder, os.getpid(), main_thread, stacks, size)
+        join = Join(rank, tuple(addresses), folder, os.getpid(), stacks, size)
         try:
             process = _started(join)
         except OSError:
@@ -167,7 +162,7 @@ def report(join: Join, asked: bool, waited_s: float, stacks: str) -> None:
         join: the worker.
         asked: whether SIGUSR1 has asked for it.
         waited_s: how long the worker has waited.
-        stacks: its stacks, as faulthandler writes them.
+        stacks: the stacks of its main thread, as faulthandler writes them.
     """
     silent = not_listening(join)
     path = None if join.folder is None else Path(join.folder) / hang_file(join.rank)
@@ -206,7 +201,8 @@ def tell(
     ]
     words = ", ".join(named[:_SHOWN]) + (", …" if len(named) > _SHOWN else "")
     if named:
-        words += f". Start it, or correct its address{source(join, os.environ)}"
+        them, their = ("it", "its address") if len(named) == 1 else ("them", "their addresses")
+        words += f". Start {them}, or correct {their}{source(join, os.environ)}"
     line = (
         f"tfmulti: worker {join.rank}: it has waited for {waited_s:.0f} s for the others to join; "
         f"{words or 'all others listen'}{end}"
@@ -242,7 +238,7 @@ def content(join: Join, waited_s: float, missing: Sequence[int], stacks: str) ->
         join: the worker.
         waited_s: how long it has waited.
         missing: the ranks of the workers that do not listen.
-        stacks: its stacks, as faulthandler writes them.
+        stacks: the stacks of its main thread, as faulthandler writes them.
     """
     waits = {"what": "the rendezvous", "missing": list(missing), "seconds": round(waited_s, 3)}
     return {
@@ -258,27 +254,18 @@ def content(join: Join, waited_s: float, missing: Sequence[int], stacks: str) ->
         "reads": "",
         "waits": [waits] if missing else [],
         "last_collectives": [],
-        "stacks": parsed_stacks(stacks, join.main_thread),
+        "stacks": {"MainThread": last_stack(stacks)} if stacks else {},
     }
 
 
-def parsed_stacks(text: str, main_thread: int) -> dict[str, list[str]]:
-    r"""Returns the stack of each thread that faulthandler has written, the innermost call last.
+def last_stack(text: str) -> list[str]:
+    r"""Returns the last stack that faulthandler has written, the innermost call last.
 
-    Args:
-        text: what it has written.
-        main_thread: the identifier of the main thread.
-
-    >>> parsed_stacks('Thread 0x2 (most recent call first):\n  File "a.py", line 3 in f\n', 2)
-    {'MainThread': ['a.py:3 f']}
+    >>> last_stack('Stack (most recent call first):\n  File "a.py", line 3 in f\n')
+    ['a.py:3 f']
     """
-    _, *parts = _THREAD.split(text)
-    return {
-        "MainThread" if int(thread, 16) == main_thread else f"thread {int(thread, 16)}": [
-            f"{file}:{line} {name}" for file, line, name in reversed(_FRAME.findall(frames))
-        ]
-        for thread, frames in zip(parts[::2], parts[1::2], strict=True)
-    }
+    frames = _FRAME.findall(text.rpartition("Stack (")[2])
+    return [f"{file}:{line} {name}" for file, line, name in reversed(frames)]
 
 
 def not_listening(join: Join) -> dict[int, str]:

@@ -25,7 +25,7 @@ _CHATTER = re.compile(
 )
 
 # A message that a worker prints before it ends. Several workers find the same mistake.
-_MESSAGE = b"tfmulti: "
+_MESSAGE, _MOST_MESSAGES = b"tfmulti: ", 1000
 
 # How many last lines of a worker are kept for the report of a failure, and the bytes of each.
 _LAST_LINES, _LONGEST_LINE = 10, 300
@@ -99,8 +99,7 @@ class Output:
                 # A full disk does not end the run.
                 with contextlib.suppress(OSError):
                     self._file(rank, stream).write(line)
-            is_told = line.startswith(_MESSAGE) and self._told_by.setdefault(line, rank) != rank
-            if stream in self._config.terminal and not is_told:
+            if stream in self._config.terminal and not self._is_told(rank, line):
                 text = line.decode(errors="replace").replace("\b", "").rstrip("\r\n")
                 # A terminal that is gone does not end the run.
                 with contextlib.suppress(OSError, ValueError):
@@ -111,6 +110,14 @@ class Output:
                     shown = shown.encode(coding, "backslashreplace").decode(coding)
                     terminal.write(f"[worker {rank:>{self._width}}] {shown}\n")
                     terminal.flush()
+
+    def _is_told(self, rank: int, line: bytes) -> bool:
+        """Returns whether a line is a message of tfmulti that another worker has printed before."""
+        if not line.startswith(_MESSAGE):
+            return False
+        if len(self._told_by) == _MOST_MESSAGES:
+            self._told_by.clear()
+        return self._told_by.setdefault(line[:_LONGEST_LINE], rank) != rank
 
     def last_lines(self, rank: int) -> list[str]:
         """Returns the last lines that a worker wrote, preferably to standard error.

@@ -4,7 +4,7 @@
 
 The program runs as Python would run it. Without a launcher the exit code 138 says that another
 worker was lost, if there are several. As the first process of a container the shim starts a second
-one for the program, so that SIGTERM ends it at any time. SIGUSR1 makes the process write the stacks
+one for the program, so that SIGTERM ends it at any time. SIGUSR1 makes the process write the stack
 of all its threads to a file.
 
     python -m tfmulti.launch.shim --standby
@@ -20,7 +20,6 @@ The process replaces itself by a program that is not written in Python.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import importlib
 import importlib.util
 import json
@@ -44,7 +43,7 @@ from tfmulti.launch.heartbeat import note_error
 from tfmulti.launch.init_process import leave_first_process
 from tfmulti.launch.policy import has_lost_a_worker
 from tfmulti.launch.signals import GRACE
-from tfmulti.launch.stacks import STACKS_FILE
+from tfmulti.launch.stacks import STACKS_FILE, write_at_sigusr1
 
 STANDBY, COMMAND = "--standby", "--command"
 PARENT = "TFMULTI_LAUNCHER_PID"
@@ -171,9 +170,7 @@ def main() -> None:
         sys.argv[1:] = stand_by()
     stacks = os.environ.get(STACKS_FILE)
     if stacks:
-        # faulthandler's handler is written in C, so it also runs while the main thread waits inside
-        # TensorFlow.
-        faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+        write_at_sigusr1(open(stacks, "w"))  # noqa: SIM115
     argv = sys.argv[1:]
     try:
         if argv[0] == "-m":

@@ -1,4 +1,10 @@
-"""Makes a process write the stacks of all its threads at SIGUSR1, which would otherwise end it."""
+"""Makes a process write its main thread's stack at SIGUSR1, which would otherwise end it.
+
+The handler is one of faulthandler. It is written in C, so it also runs while the main thread waits
+inside TensorFlow. Linux gives the signal to the main thread, which can read its own stack. Reading
+the stacks of other threads while they run crashed the process at one in some hundred signals.
+The watchdog of `fit` reads those under Python's lock instead.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import IO
 
 from tfmulti.launch.signals import is_in_set, watched
 
@@ -21,7 +28,7 @@ _is_registered = False
 
 
 def show_at_sigusr1() -> None:
-    """Makes the process write its stacks to standard error at SIGUSR1, until it ends.
+    """Makes the process write its stack to standard error at SIGUSR1, until it ends.
 
     Under the launcher they go to a file that `shim` has chosen. Nothing changes where SIGUSR1 has a
     handler, also one of faulthandler, or another meaning (TFMULTI_PREEMPTION_SIGNAL), or outside of
@@ -96,7 +103,11 @@ def _is_handled_by_faulthandler() -> bool:
 
 def _register(file: int) -> None:
     """Sets where SIGUSR1 writes the stacks."""
-    # This handler is written in C, so it runs while the main thread waits in TensorFlow.
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    write_at_sigusr1(file)
     global _is_registered
     _is_registered = True
+
+
+def write_at_sigusr1(file: int | IO[str]) -> None:
+    """Makes SIGUSR1 add the main thread's stack to a file, which must stay open."""
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)

@@ -19,6 +19,7 @@ from types import FrameType
 
 from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.listening import names_loopback
+from tfmulti.config.command_line import load_for_exit
 from tfmulti.errors import EXIT_FAILED, EXIT_USER, ConfigError
 from tfmulti.launch import membership, policy
 from tfmulti.launch.config import LaunchConfig
@@ -71,6 +72,7 @@ def run(
         UserError: the job cannot run as the configuration asks.
         TfmultiError: the first machine of a job that is started by hand does not answer.
     """
+    load_for_exit()
     hosts = named_hosts(config)
     check_secret(config, hosts)
     secret = config.secret or ("" if config.by_hand else secrets.token_hex())
@@ -152,7 +154,8 @@ class Job:
             host = membership.ranks_of(placement)[rank][0]
             host = os.uname().nodename if names_loopback(host) else host
             is_mistake = attempt.cause.exit_code == EXIT_USER
-            is_seen = attempt.cause.final or (is_mistake and "stderr" in self._config.terminal)
+            is_shown = {"stdout", "stderr"} <= set(self._config.terminal)
+            is_seen = attempt.cause.final or (is_mistake and is_shown)
             lines = [] if is_seen else self._output.last_lines(rank)
             report(attempt, folder, host, lines, self._say)
             if attempt.cause.step is not None:

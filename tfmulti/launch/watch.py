@@ -262,7 +262,7 @@ class Watch:
         if not (reports or self._first_listened_s or any(status.heartbeat for status in running)):
             if not self._has_warned:
                 self._show(
-                    f"warning: the workers have shown no progress for {limit}), and none of them "
+                    f"warning: each worker has shown no progress for {limit}), and none of them "
                     "listens. They have not used tfmulti yet, and may compute something else. If "
                     "they hang, end the job by Ctrl-C or SIGTERM"
                 )
@@ -277,9 +277,9 @@ class Watch:
         return [self._failure(status.rank, status, what, 1, max(last_s)) for status in running]
 
     def _show_stacks(self) -> None:
-        """Shows the Python stacks of all running workers."""
-        for rank, stacks in self._worker_group.stacks().items():
-            self._show(f"the stacks of worker {rank}:\n{stacks}")
+        """Shows the stacks of the main threads of all running workers."""
+        for rank, stack in self._worker_group.stacks().items():
+            self._show(f"the main thread of worker {rank}:\n{stack}")
 
     def _stalled(self, statuses: list[WorkerStatus]) -> list[Failure]:
         """Returns all running workers as failures if the job is stalled.

@@ -100,6 +100,7 @@ def custom_variables_outside_the_scope() -> Any:
             count.assign_add(1.0)
             self.doubled[0].assign(self.doubled[0] * 2.0)
             self.pair["both"][1].assign_add(self.pair["both"][0])
+            self.pair["both"][0].assign_add(1.0)
             return super().train_step(data)
 
     plain = _network()
@@ -109,7 +110,7 @@ def custom_variables_outside_the_scope() -> Any:
     step = Counts.train_step
     assert step.__closure__ is not None
     cells = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
-    variables = [cells["count"].cell_contents, model.doubled[0], model.pair["both"][1]]
+    variables = [cells["count"].cell_contents, model.doubled[0], *model.pair["both"]]
     return [numbers, [float(np.asarray(v)) for v in variables]]
 
 

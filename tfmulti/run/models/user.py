@@ -53,18 +53,22 @@ def check_input(reference: str, model: keras.Model, spec: DataSpec | None, datas
     Raises:
         ModelError: the model takes examples of another shape.
     """
+    # A subclass has no such property, but may have an attribute of this name.
+    if spec is None or not isinstance(getattr(type(model), "input_shape", None), property):
+        return
     try:
         shape = model.input_shape
     except (AttributeError, ValueError):
-        # A subclass, or a Sequential without an Input.
+        # A Sequential without an Input.
         return
-    is_one = isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)
-    if spec is None or not is_one:
+    if not (isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)):
         return
+    wanted, given = shape[1:], spec.input_shape
     # Keras adds or removes a last axis of one value.
-    wanted, given = (
-        axes[:-1] if axes[-1:] == (1,) else axes for axes in (shape[1:], spec.input_shape)
-    )
+    if len(wanted) == len(given) + 1 and wanted[-1] == 1:
+        wanted = wanted[:-1]
+    elif len(given) == len(wanted) + 1 and given[-1] == 1:
+        given = given[:-1]
     fits = len(wanted) == len(given) and all(
         axis in (None, size) for axis, size in zip(wanted, given, strict=True)
     )

@@ -133,7 +133,7 @@ class Ownership:
         return self._mine.token
 
     def is_written(self, token: str | None = None) -> bool:
-        """Returns whether the file has the token of another process, or else of this process.
+        """Returns whether the file has `token`, or this process' token if it is None.
 
         It waits up to `SEEN_S` for the token of another process.
         """

@@ -2,6 +2,7 @@
 
 The loop uses a feed in this order:
 
+    feed.begin_call()
     feed.set_state(state)                    only if the run is resumed
     for each pass:
         feed.begin_pass(first_step, skipped)

@@ -59,8 +59,8 @@ _AT_ONCE = "_ZipDataset"
 def must_be_read(dataset: tf.data.Dataset) -> bool:
     """Returns whether the order of a pass depends on what was read in the passes before.
 
-    The order depends on it if a part that draws is below a cache, a repeat or another shuffle. It
-    also does if an operation other than a zip makes one Dataset from several, of which one draws.
+    The order depends on that if a part that draws is below a cache, a repeat or another shuffle, or
+    if an operation other than a zip makes one Dataset from several, of which one draws.
     """
     kind, parts = kind_of(dataset), parts_of(dataset)
     if kind in _DRAWN_LATER or (len(parts) > 1 and kind != _AT_ONCE):

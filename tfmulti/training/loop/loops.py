@@ -368,10 +368,11 @@ def run(
     Raises:
         DataError: the workers have read different batches. All workers raise it.
     """
+    # While the execution runs, `verify` may set the model to one device in another thread.
+    several = placement_of(model.distribute_strategy).workers > 1
     with heartbeat().working(execute):
         result = execute(source, count, votes)
         # Reading the digests waits for the end of the execution.
-        several = placement_of(model.distribute_strategy).workers > 1
         digests = result.digests.numpy() if several else [0]
     if any(digest != digests[0] for digest in digests):
         raise DataError(
@@ -453,8 +454,7 @@ def _summed(model: keras.Model, votes: Votes) -> Votes:
 def _stops(model: keras.Model, votes: Votes, summed: Votes) -> bool:
     """Returns whether to stop now, the same on all workers at the same step.
 
-    A single worker follows its present votes. Several workers follow the sum of the votes that
-    travelled with the execution.
+    A single worker follows its present votes. Several workers follow the summed votes.
     """
     is_single = placement_of(model.distribute_strategy).workers == 1
     reason = (votes if is_single else summed).reason_to_stop()

@@ -183,8 +183,8 @@ class _Search:
         elif len(container) > _SHORT_LIST and is_data:
             return
         elif isinstance(container, tuple):
-            numbered = enumerate(container)
-            places = [(v, f"{name}[{i}]", _tuple_putter(container, i, put)) for i, v in numbered]
+            putters = enumerate(_tuple_putters(container, put))
+            places = [(container[i], f"{name}[{i}]", put_item) for i, put_item in putters]
         elif isinstance(container, list):
             places = [(v, f"{name}[{i}]", _putter(container, i)) for i, v in enumerate(container)]
         else:
@@ -254,16 +254,16 @@ def _putter(container: Any, key: Any) -> Callable[[Any], None]:
     return put
 
 
-def _tuple_putter(container: Any, index: int, put: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns a `put` for an item of a tuple, which puts a new tuple into the tuple's place."""
+def _tuple_putters(container: Any, put: Callable[[Any], None]) -> list[Callable[[Any], None]]:
+    """Returns a `put` for each item of a tuple, which puts a new tuple into the tuple's place."""
     items = list(container)
 
-    def put_item(value: Any) -> None:
+    def put_item(index: int, value: Any) -> None:
         items[index] = value
         kind = type(container)
         put(kind(*items) if hasattr(container, "_fields") else kind(items))
 
-    return put_item
+    return [functools.partial(put_item, index) for index in range(len(items))]
 
 
 def _cell_putter(cell: types.CellType) -> Callable[[Any], None]:

@@ -114,7 +114,10 @@ def taking_agreed_rows(model: keras.Model) -> Callable[[Any], WorkerBatch] | Non
 
 
 def slice_in_step(batch: WorkerBatch, local: int, model: keras.Model, seeds: Any) -> ReplicaSlice:
-    """Returns the slice of a local replica, which stores in the model why values may differ."""
+    """Returns a local replica's slice.
+
+    Its `note_unknown` stores in the state of the model why values may differ.
+    """
     state = state_of(model)
     replica_slice = batch.slice_of(
         local,

@@ -19,9 +19,9 @@ import statistics
 TARGET_S = 0.1
 # The number of calls that are measured. Two calls before them trace the step and warm up.
 TRIALS = 8
-# A call costs at least so long. A clock outside the call cannot measure this part.
+# A call takes at least this long. A clock outside the call cannot measure this part.
 CALL_S = 0.0005
-# A step counts as at least so long.
+# The time of a step is taken as at least this long.
 SHORTEST_STEP_S = 1e-6
 
 
@@ -42,7 +42,7 @@ class StepsPerExecution:
 
     def __init__(self, steps: int | None, *, maximum: int | None = None) -> None:
         self.at_once = steps or 1
-        self._most = maximum
+        self._maximum = maximum
         self.wish = 0
         self._open = steps is None
         self._compiled_s = 0.0
@@ -72,7 +72,7 @@ class StepsPerExecution:
         call_s = max(statistics.median(self._outside[2:]), 0.0) + CALL_S
         # The steps alone, without the cost of their calls, should take `TARGET_S`.
         steps = int(TARGET_S / max(step_s - call_s, SHORTEST_STEP_S))
-        steps = min(steps, steps_left, self._most or steps)
+        steps = min(steps, steps_left, self._maximum or steps)
         if steps < 2:
             return 0
         saved_s = call_s * (1 - 1 / steps) * steps_left
