@@ -12,10 +12,10 @@ check:
 	lint-imports
 
 unit:
-	pytest -n 2 -m unit
+	pytest -n 3 -m unit
 
 test:
-	pytest -n 2
+	pytest -n 3
 
 docs:
 	mkdocs build --strict
