@@ -80,7 +80,9 @@ def test_a_deadlock_is_seen_and_named(tmp_path: Path, whole: dict[str, np.ndarra
     assert done.returncode == 0, done.stderr
     assert_as_if_nothing_had_happened(tmp_path, whole)
     for worker, function, step in ((1, "_deadlock", 3), (0, "_hang", 10)):
-        words = rf"worker {worker} has done nothing for (\d+) s, outside of a step at step {step}\b"
+        words = (
+            rf"worker {worker} is idle, and has been outside of a step for (\d+) s at step {step}\b"
+        )
         found = re.search(words, done.stderr)
         assert found is not None, done.stderr
         # It takes 9 s on an idle machine.

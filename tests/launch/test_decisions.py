@@ -24,14 +24,17 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.processes import is_alive
+from tfmulti.config.troubleshooting import docs_path_of
 from tfmulti.errors import ClusterError, ConfigError
 from tfmulti.launch import addresses, init_process, policy, shim, stacks
 from tfmulti.launch.config import LaunchConfig, check_devices
 from tfmulti.launch.connect import over_ssh, remote_command
 from tfmulti.launch.flags import parse
 from tfmulti.launch.heartbeat import (
+    BUSY,
     ERROR_FILE,
     SAVED,
+    TRAINING,
     Heartbeat,
     HeartbeatRecord,
     note_error,
@@ -293,6 +296,23 @@ def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     warnings = [line for line in shown if line.startswith("warning")]
     assert len(warnings) == (not judged and not listening)
     assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
+
+
+def test_the_docs_explain_a_worker_that_waits_outside_of_a_step() -> None:
+    config = LaunchConfig(program=(__file__,), stall_timeout_s=5)
+    worker_group = Mock(locations={0: (), 1: ()})
+    worker_group.stacks.return_value = {}
+    watch = Watch(config, worker_group, Mock(), lambda: None, print)
+    began_s = time.monotonic() - 30
+    statuses = [
+        WorkerStatus(
+            rank, 1, heartbeat=HeartbeatRecord(3, phase, began_s, 1.0), idle_since_s=began_s
+        )
+        for rank, phase in enumerate((TRAINING, BUSY))
+    ]
+    in_step, outside = watch._stalled(statuses)
+    assert (in_step.follows, outside.follows) == (True, False)
+    assert docs_path_of(outside.what) == "troubleshooting#outside-of-step"
 
 
 @pytest.mark.parametrize(("max_restarts", "calls"), [(0, 0), (3, 1)])

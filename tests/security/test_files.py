@@ -37,6 +37,7 @@ from tfmulti.config.fit_config import (
     read_saved_config,
 )
 from tfmulti.config.reading import ReadOptions
+from tfmulti.config.troubleshooting import docs_path_of
 from tfmulti.data.arrays import ArraySource
 from tfmulti.data.bad_records import is_of_storage
 from tfmulti.data.batch_plan import BatchPlan
@@ -318,8 +319,10 @@ def test_a_packed_table_of_more_than_the_memory_is_one_line(
     assert len(data) < 10_000
     assert csv_tables.read_csv(data, is_gzip=True)[0].num_rows == 1_000_000
     monkeypatch.setattr(files, "memory_bytes", lambda: 1_000_000)
-    with pytest.raises(ValueError, match=r"more than 1,000,000 bytes.* by --max_file_gigabytes"):
+    words = r"more than 1,000,000 bytes.* by --max_file_gigabytes"
+    with pytest.raises(ValueError, match=words) as caught:
         csv_tables.read_csv(data, is_gzip=True)
+    assert docs_path_of(str(caught.value)) == "troubleshooting#file-limit"
 
 
 def test_a_parquet_file_of_more_than_the_memory_is_one_line(
@@ -418,7 +421,7 @@ def test_an_array_stands_in_a_checkpoint_once() -> None:
     """Written again for other workers, each mention of it would be a copy."""
     head, arrays = parts_of(file_format.to_bytes(Record(1, {"x": np.zeros(1000)})))
     head["tree"] = {"dict": {"x": {"array": 0}, "y": {"array": 0}}}
-    with pytest.raises(DamagedCheckpointError, match="stands in it twice"):
+    with pytest.raises(DamagedCheckpointError, match="was already used"):
         file_format.from_bytes(sealed(head, arrays))
 
 

@@ -20,6 +20,7 @@ MESSAGES = {
     "cannot-listen": "this worker cannot listen at",
     "no-port": "does not listen at",
     "idle": "has done nothing for",
+    "outside-of-step": "is idle, and has been outside of a step",
     "no-progress": "has shown no progress for",
     "ssh": "does not let SSH in",
     "needs-secret": "--node-rank over … needs a secret",

@@ -313,7 +313,7 @@ class Watch:
             quiet = f"for {now - heartbeat.since_s:.0f} s"
             what = f"has ended no step {quiet}"
             if not timing.in_step:
-                what = f"has done nothing {quiet}, outside of a step"
+                what = f"is idle, and has been outside of a step {quiet}"
             follows = timing.in_step and not all_in_step
             failure = self._failure(status.rank, status, what, 1, heartbeat.since_s)
             failures.append(replace(failure, follows=follows))

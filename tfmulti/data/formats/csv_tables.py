@@ -85,9 +85,9 @@ def _unpacked(data: bytes) -> bytes:
             raise ValueError(f"its GZIP data is damaged ({error})") from None
         if remaining <= 0:
             raise ValueError(
-                f"it unpacks to more than {most_unpacked():,} bytes, the limit (by default the "
-                "memory); split it, write it as TFRecord or .npy files, which are read piece by "
-                "piece, or allow more by --max_file_gigabytes"
+                f"it unpacks to more than {most_unpacked():,} bytes, which is the limit (by "
+                "default the memory); split it, write it as TFRecord or .npy files, which are read "
+                "piece by piece, or allow more by --max_file_gigabytes"
             )
         if not packed.eof:
             raise ValueError("the GZIP file is cut off")

@@ -32,8 +32,10 @@ _DESCRIPTIONS = ("dataset_info.json", "features.json")
 _CLASS_NAMES = ("pythonClassName", "python_class_name", "type")
 # The entries whose texts are JSON themselves, which could name classes, too.
 _INNER_JSON = ("json", "content")
-# Data sets with more classes than this have no names of them.
+# With more classes than this, names are dropped. A crafted description may declare any number of
+# classes, and tensorflow-datasets makes a name for each of them.
 _MOST_NAMES = 1 << 16
+_OWN_FUNCTION = "Read it by a function of your own: --dataset package.module:function."
 _DEFAULTS: dict[str, Any] = {
     "config": "",
     "version": "",
@@ -161,7 +163,7 @@ def load(options: str, seed: int) -> DataSet:
     tfds = _tfds(prefix)
     folder = _folder(tfds, prefix, name, chosen)
     try:
-        _check_description(tfds, folder)
+        _check_description(tfds, prefix, folder)
         return _of_builder(tfds, tfds.builder_from_directory(folder), prefix, chosen)
     except UserError:
         raise
@@ -223,13 +225,13 @@ def _folder(tfds: Any, prefix: str, name: str, chosen: Mapping[str, Any]) -> Any
     return versions[version]
 
 
-def _check_description(tfds: Any, folder: Any) -> None:
+def _check_description(tfds: Any, prefix: str, folder: Any) -> None:
     """Checks the files that describe a data set, before tensorflow-datasets reads them.
 
     Raises:
+        DataError: features.json names a class that tensorflow-datasets does not have.
         OSError: a file is not a regular file, is too large, or cannot be read.
-        ValueError: features.json is not JSON, or names a class that tensorflow-datasets does not
-            have.
+        ValueError: features.json is not JSON.
     """
     # The names of classes stand in text files.
     texts = [file.name for file in folder.iterdir() if file.name.endswith(".txt")]
@@ -242,21 +244,25 @@ def _check_description(tfds: Any, folder: Any) -> None:
     known = {f"{kind.__module__}.{kind.__name__}" for kind in kinds} | {
         "tensorflow_datasets.core.features.feature.Tensor"
     }
-    _check_classes(json_values.parse(contents["features.json"].decode()), known)
+    _check_classes(prefix, json_values.parse(contents["features.json"].decode()), known)
 
 
-def _check_classes(described: Any, known: set[str]) -> None:
-    """Raises ValueError if a part of features.json names a class that is not known."""
+def _check_classes(prefix: str, described: Any, known: set[str]) -> None:
+    """Raises DataError if a part of features.json names a class that is not known."""
     inner = described.items() if isinstance(described, dict) else enumerate(described)
     for key, value in inner:
         if isinstance(value, (dict, list)):
-            _check_classes(value, known)
+            _check_classes(prefix, value, known)
         elif isinstance(value, str) and key in _INNER_JSON:
-            raise ValueError(f"its feature class is described by JSON in the text {key!r}")
+            raise DataError(
+                f"{prefix}: features.json describes a feature by JSON in the text {key!r}, which "
+                f"could name any class. {_OWN_FUNCTION}"
+            )
         elif isinstance(value, str) and key in _CLASS_NAMES and value not in known:
-            raise ValueError(
-                f"features.json names the class {value[:100]!r}, which is none of "
-                "tensorflow-datasets, and code of a data set does not run"
+            raise DataError(
+                f"{prefix}: features.json names the class {value[:100]!r}, which is not part of "
+                "tensorflow-datasets, and tfmulti does not run a data set's own code. "
+                f"{_OWN_FUNCTION}"
             )
 
 
@@ -328,14 +334,13 @@ def _leaf(tfds: Any, prefix: str, name: str, feature: Any, size: tuple[int, ...]
     shape = getattr(feature, "shape", None)
     if not isinstance(shape, tuple):
         raise DataError(
-            f"{prefix}: feature {name!r} has several parts. Name one with x= or y=, or read it by "
-            "a function of your own: --dataset package.module:function."
+            f"{prefix}: feature {name!r} has several parts. Name one with x= or y=. Otherwise: "
+            f"{_OWN_FUNCTION}"
         )
     if not _is_limited(tfds, feature):
         raise DataError(
             f"{prefix}: feature {name!r} is a sound, a video, a sequence of images or a packed "
-            "tensor, whose size is not known before it is decoded. Read it by a function of your "
-            "own: --dataset package.module:function."
+            f"tensor, whose size is not known before it is decoded. {_OWN_FUNCTION}"
         )
     if _is_image(tfds, feature):
         if size and len(size) != 2:
@@ -349,7 +354,7 @@ def _leaf(tfds: Any, prefix: str, name: str, feature: Any, size: tuple[int, ...]
     if None in shape:
         raise DataError(
             f"{prefix}: feature {name!r} varies in shape {shape}, and only images are resized. "
-            "Read it by a function of your own: --dataset package.module:function."
+            f"{_OWN_FUNCTION}"
         )
     dtype = np.dtype(feature.np_dtype)
     return Leaf(shape, "str" if dtype.kind in "OSU" else dtype.name)
@@ -390,7 +395,9 @@ def _splits(prefix: str, builder: Any, chosen: Mapping[str, Any]) -> dict[str, s
         if name and name not in splits:
             raise DataError(f"{prefix}: no split {name!r}; {did_you_mean(name, splits)}")
         if name in split_of.values():
-            raise DataError(f"{prefix}: {part}={name} is another part already. Give each its own.")
+            raise DataError(
+                f"{prefix}: the split {name!r} is used for two parts. Give each part its own split."
+            )
         if name:
             split_of[part] = name
     return split_of
@@ -402,7 +409,10 @@ def _records(tfds: Any, builder: Any, split: str) -> ByteStrings:
     # The description gives the names of the files.
     for path in paths:
         if os.path.dirname(path) != os.path.dirname(os.path.join(builder.data_dir, "")):
-            raise DataError(f"{path[:200]!r} is not in the folder of its description")
+            raise DataError(
+                f"--dataset tfds:{builder.name}: the description names the file {path[:200]!r}, "
+                "which is outside of the data set's folder. Prepare the data set again."
+            )
     if builder.info.file_format.value == "tfrecord":
         return Records(paths)
     try:

@@ -114,8 +114,8 @@ def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
         arrays: the arrays. Those that are used are replaced by None in the list.
 
     Raises:
-        ValueError: the tree has another form, or an array stands in it twice. Such a small file
-            would become a file of any size when it is written again.
+        ValueError: the tree has another form, or uses an array twice. An array used twice would be
+            written twice, so a small crafted file could grow without limit.
         LookupError: the tree names an array or a type that there is not.
         TypeError: the tree has another form.
     """
@@ -140,7 +140,7 @@ def from_json(node: Any, arrays: list[np.ndarray]) -> Any:
 def _taken(arrays: list[Any], number: Any) -> np.ndarray:
     """Returns an array of a list, and replaces it by None there."""
     if type(number) is not int or number < 0 or arrays[number] is None:
-        raise ValueError("an array has another number, or stands in it twice")
+        raise ValueError("the file refers to an array that does not exist or was already used")
     array: np.ndarray = arrays[number]
     arrays[number] = None
     return array
