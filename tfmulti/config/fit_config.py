@@ -16,13 +16,20 @@ from typing import Any, ClassVar
 
 from tfmulti.config import json_values, registry, trackers
 from tfmulti.config.limited_reading import read_small
-from tfmulti.config.training_options import RESUME, TrainingOptions, flag
+from tfmulti.config.training_options import (
+    CHECKPOINT_EVERY_S,
+    KEEP_CHECKPOINTS,
+    RESUME,
+    TrainingOptions,
+    flag,
+)
 from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
-# The names of the modules in `tfmulti.cluster.environments`, with a test that holds it.
+# Copied from `tfmulti.cluster.environments`, because `config` stands below `cluster`.
+# `test_environments.py` compares the two lists.
 ENVIRONMENTS = (
     *("auto", "none", "tf_config", "mpi", "slurm", "lsf", "volcano", "kubernetes", "sagemaker"),
     *("vertex", "azureml"),
@@ -209,8 +216,9 @@ class FitConfig(TrainingOptions):
     )
     tracker: str = flag(
         "tensorboard",
-        "Where metrics are logged, separated by commas: tensorboard (in the run directory), "
-        "mlflow, wandb; or none. A resumed run continues the same run of the tracker.",
+        f"Where metrics are logged, separated by commas: {', '.join(trackers.TRACKERS)}; or "
+        f"{trackers.NONE}. {trackers.TENSORBOARD} writes to the run directory. A resumed run "
+        "continues the same run of the tracker.",
         free=True,
     )
     run_dir: str | None = flag(
@@ -234,7 +242,7 @@ class FitConfig(TrainingOptions):
         free=True,
     )
     checkpoint_every_s: float = flag(
-        60.0,
+        CHECKPOINT_EVERY_S,
         "Seconds between two checkpoints; 0: no checkpoints by time.",
         low=0,
         free=True,
@@ -242,7 +250,9 @@ class FitConfig(TrainingOptions):
     checkpoint_every_steps: int | None = flag(
         None, "Also write a checkpoint every so many optimizer steps.", low=1, free=True
     )
-    keep_checkpoints: int = flag(2, "Number of newest checkpoints to keep.", low=1, free=True)
+    keep_checkpoints: int = flag(
+        KEEP_CHECKPOINTS, "Number of newest checkpoints to keep.", low=1, free=True
+    )
     export_dir: str | None = flag(
         None, "Also write a SavedModel for serving to this folder.", path=True, free=True
     )

@@ -20,6 +20,9 @@ from tfmulti.errors import ConfigError, did_you_mean
 COMPRESSIONS = ("none", "float16", "bfloat16")
 # Whether a run resumes from its newest checkpoint.
 RESUME = ("auto", "never", "must")
+# The defaults for checkpoints: the seconds between two of them, and how many are kept.
+CHECKPOINT_EVERY_S = 60.0
+KEEP_CHECKPOINTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 
+from tfmulti.config.trackers import TENSORBOARD, TRACKERS
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ModelError
 from tfmulti.training.checkpoint.callback import callbacks_in
@@ -26,7 +27,7 @@ _CHIEF_ONLY = (
     keras.callbacks.RemoteMonitor,
 )
 # Packages whose callbacks do nothing but write. They are known by name, so none is imported here.
-_TRACKERS = ("mlflow", "wandb")
+_PACKAGES = frozenset(TRACKERS) - {TENSORBOARD}
 
 
 def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Callback]:
@@ -62,7 +63,7 @@ def _is_for_chief(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback does nothing but write, so that only the chief runs it."""
     if getattr(callback, "chief_only", False) or isinstance(callback, _CHIEF_ONLY):
         return True
-    return any(kind.__module__.split(".")[0] in _TRACKERS for kind in type(callback).__mro__)
+    return any(kind.__module__.split(".")[0] in _PACKAGES for kind in type(callback).__mro__)
 
 
 @contextlib.contextmanager

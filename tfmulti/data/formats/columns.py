@@ -7,7 +7,7 @@ decides whether they may be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,28 @@ from tfmulti.data.io import files
 from tfmulti.errors import DataError
 
 CSV, PARQUET = "csv", "parquet"
-EXTENSIONS = {CSV: (".csv", ".csv.gz"), PARQUET: (".parquet",)}
 FLAG, WHOLE, NUMBER, TEXT = "bool", "whole", "number", "text"
+
+
+class _Form(NamedTuple):
+    """A form of files.
+
+    Attributes:
+        extensions: the ends of the names of its files.
+        read: takes the content of a file, and whether GZIP has packed it. It returns the rows, and
+            why rows are left out, as in `Table`.
+        is_typed: whether the columns have types, as in `Table`.
+    """
+
+    extensions: tuple[str, ...]
+    read: Callable[[bytes, bool], tuple[Any, dict[int, str]]]
+    is_typed: bool
+
+
+_FORMS = {
+    CSV: _Form((".csv", ".csv.gz"), read_csv, is_typed=False),
+    PARQUET: _Form((".parquet",), lambda data, _: (read_parquet(data), {}), is_typed=True),
+}
 
 
 class Table(NamedTuple):
@@ -79,6 +99,11 @@ class Columns(NamedTuple):
         return absent
 
 
+def form_of(pattern: str) -> str | None:
+    """Returns the form of the files that a pattern matches by its end, or None if it is unknown."""
+    return next((name for name, form in _FORMS.items() if pattern.endswith(form.extensions)), None)
+
+
 def read_tables(
     prefix: str, form: str, pattern: str, names: Sequence[str] | None = None
 ) -> list[Table]:
@@ -94,7 +119,7 @@ def read_tables(
         DataError: there are no files or no rows, a file cannot be read, or its columns differ.
     """
     tables = []
-    for path in files.matching(prefix, pattern, EXTENSIONS[form]):
+    for path in files.matching(prefix, pattern, _FORMS[form].extensions):
         table = _read(prefix, form, path)
         columns = table.rows.column_names
         names = columns if names is None else names
@@ -181,9 +206,8 @@ def _read(prefix: str, form: str, path: str) -> Table:
         # pyarrow gets bytes and not a path. So local and remote files are read in one way, and the
         # table is held in memory anyway.
         data = files.read_bytes(path)
-        if form == CSV:
-            return Table(path, *read_csv(data, path.endswith(".gz")), is_typed=False)
-        return Table(path, read_parquet(data), {}, is_typed=True)
+        rows, bad = _FORMS[form].read(data, path.endswith(".gz"))
+        return Table(path, rows, bad, _FORMS[form].is_typed)
     except UnicodeDecodeError:
         reason = "it is not UTF-8 text"
     except (OSError, ValueError, pyarrow.ArrowException) as error:

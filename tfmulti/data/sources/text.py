@@ -36,9 +36,8 @@ from tfmulti.data.bad_records import naming_the_first, read_around_faults
 from tfmulti.data.data_set import CLASSIFICATION, DataSet, DataSpec, FromChief
 from tfmulti.data.formats.columns import (
     CSV,
-    EXTENSIONS,
-    PARQUET,
     TEXT,
+    form_of,
     lost_of,
     read_parts,
     read_tables,
@@ -84,7 +83,7 @@ def load(options: str, seed: int) -> DataSet:
             f"{prefix}: vocabulary is {chosen['vocabulary']}, but it must be above "
             f"{_SPECIAL_TOKENS}: 0 is padding and 1 any other word."
         )
-    is_table = chosen["text"] or chosen["target"] or path.endswith((*EXTENSIONS[CSV], ".parquet"))
+    is_table = chosen["text"] or chosen["target"] or form_of(path)
     if is_table:
         parts, names = _of_tables(prefix, path, chosen)
     else:
@@ -277,7 +276,7 @@ def _of_tables(
     prefix: str, path: str, chosen: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the parts of tables, with `lost` for rows left out, and the names of the classes."""
-    form = PARQUET if path.endswith(EXTENSIONS[PARQUET]) else CSV
+    form = form_of(path) or CSV
     train = read_tables(prefix, form, path)
     names = train[0].rows.column_names
     for option in ("text", "target"):

@@ -21,7 +21,7 @@ from typing import Any
 import keras
 
 from tfmulti.config.console import speaker
-from tfmulti.config.training_options import RESUME
+from tfmulti.config.training_options import CHECKPOINT_EVERY_S, KEEP_CHECKPOINTS, RESUME
 from tfmulti.errors import ConfigError, ResumeError
 from tfmulti.launch.heartbeat import heartbeat, saved_before
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
@@ -80,8 +80,8 @@ class Checkpoint(keras.callbacks.Callback):
         folder: str | Path | None,
         *,
         every_steps: int | None = None,
-        every_s: float | None = 60.0,
-        keep: int = 2,
+        every_s: float | None = CHECKPOINT_EVERY_S,
+        keep: int = KEEP_CHECKPOINTS,
         resume: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
