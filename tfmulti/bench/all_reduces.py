@@ -73,7 +73,7 @@ def _seconds(strategy: tf.distribute.Strategy, size: int) -> float:
         part = (1 + index / 1024) / placement.replicas
         with collectives.serving("bench", placement):
             for _ in range(_IN_A_CALL):
-                value = replica_context.total(part * value)
+                value = replica_context.sum_with_gradient(part * value)
         return value[0]
 
     return _median_of_calls(strategy, on_replica) / _IN_A_CALL

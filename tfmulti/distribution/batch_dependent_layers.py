@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution.losses import in_passes
-from tfmulti.distribution.replica_context import rows_of_all
+from tfmulti.distribution.replica_context import gather_rows_with_gradient
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.errors import ModelError
 
@@ -72,7 +72,9 @@ def mixed(
     replica_slice.note_gather()
     data = tf.nest.map_structure(tf.convert_to_tensor, data)
     read_rows = tf.shape(tf.nest.flatten(data)[0], tf.int64)[0]
-    all_rows = tf.nest.map_structure(lambda value: rows_of_all(replica_slice, value), data)
+    all_rows = tf.nest.map_structure(
+        lambda value: gather_rows_with_gradient(replica_slice, value), data
+    )
     with computing(replica_slice.alone()):
         result = original(layer, all_rows, training=training)
     first = replica_slice.first_row

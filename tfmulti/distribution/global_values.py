@@ -32,7 +32,11 @@ import tensorflow as tf
 
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.losses import in_passes
-from tfmulti.distribution.replica_context import of_all_replicas, rows_of_all, total
+from tfmulti.distribution.replica_context import (
+    gather_rows_with_gradient,
+    global_gradient,
+    sum_with_gradient,
+)
 from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
 from tfmulti.distribution.row_rules import Kind, Label, counts_own_rows, varying_inputs
@@ -562,26 +566,26 @@ class _Builder:
         """Returns the rows of all replicas, with `entries` entries of axis 0 for a row."""
         replica_slice = self._replica_slice
         replica_slice.note_gather()
-        of_all = functools.partial(_of_all_replicas, replica_slice, self._built)
-        return rows_of_all(replica_slice, rows, entries, of_all)
+        of_all = functools.partial(_global_gradient, replica_slice, self._built)
+        return gather_rows_with_gradient(replica_slice, rows, entries, of_all)
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
         """Returns the sum of all replicas' parts of a sum, or their mean weighted by rows."""
         self._check_one_pass()
         replica_slice, built = self._replica_slice, self._built
         if not value.dtype.is_floating:
-            return total(value)
+            return sum_with_gradient(value)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
         def summed(value: tf.Tensor) -> Any:
             weight = tf.cast(replica_slice.weight, value.dtype)
 
             def back(upstream: tf.Tensor) -> tf.Tensor:
-                of_all = _of_all_replicas(replica_slice, built, upstream)
+                of_all = _global_gradient(replica_slice, built, upstream)
                 return tf.math.divide_no_nan(of_all, weight) if is_sum else of_all
 
             own = value if is_sum else tf.math.multiply_no_nan(value, weight)
-            return total(own), back
+            return sum_with_gradient(own), back
 
         found: tf.Tensor = summed(value)
         return found
@@ -623,7 +627,7 @@ class _Builder:
         return new_op.outputs[value.value_index]
 
 
-def _of_all_replicas(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:
+def _global_gradient(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:
     """Returns the gradient of the global batch by a value that is the same on every replica.
 
     If everything that depends on the value is alike on all replicas, each replica already has this
@@ -631,4 +635,4 @@ def _of_all_replicas(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Te
     """
     # The gradient of a lookup of rows (`tf.gather`) is a tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
-    return of_all_replicas(replica_slice, upstream) if built.mixes else upstream
+    return global_gradient(replica_slice, upstream) if built.mixes else upstream

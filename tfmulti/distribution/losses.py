@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.distribution import row_labels
-from tfmulti.distribution.replica_context import gather_rows, sum_together
+from tfmulti.distribution.replica_context import gather_rows, sum_by_dtype
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing
 from tfmulti.errors import ModelError
 
@@ -63,7 +63,7 @@ class Divisors:
 
     def sum_up(self) -> None:
         """Ends the first run, and sums the divisors over all passes and all replicas."""
-        self._totals = sum_together(self._own) if self._own else []
+        self._totals = sum_by_dtype(self._own) if self._own else []
 
     def total_of(self, own: tf.Tensor) -> tf.Tensor:
         """Returns the divisor of the next loss over the global batch, or `own` in the first run."""
@@ -117,7 +117,7 @@ def scaled_to_global(
             return loss
         own_divisor = tf.where(replica_slice.own_rows > 0, own_divisor, 0.0)
         divisors = _divisors.get()
-        total = divisors.total_of(own_divisor) if divisors else sum_together([own_divisor])[0]
+        total = divisors.total_of(own_divisor) if divisors else sum_by_dtype([own_divisor])[0]
         own_part = tf.cast(tf.math.divide_no_nan(own_divisor, total), replica_slice.weight.dtype)
     return loss * tf.cast(tf.math.divide_no_nan(own_part, replica_slice.weight), loss.dtype)
 

@@ -12,8 +12,8 @@ sample variances, 1979:
 This loses no digits where the mean is large. The gradient takes a second collective.
 
 Keras' own `synchronized=True` takes three collectives forward and three backward, and begins with
-sums of squares. It counts the row that a replica without rows reads. Its gradient gives all
-replicas the same weight, even if they have different numbers of rows.
+sums of squares. It also counts the filler row that a replica without rows computes. Its gradient
+gives all replicas the same weight, even if they have different numbers of rows.
 
 The gradient of `normalized` is one fused kernel, plus the part of mean and variance. The gradient
 of Keras' separate operations reads the values many times.
@@ -70,8 +70,8 @@ def normalized(
             return (*gradients, None, None)
 
         if is_image:
-            slope = gamma * tf.math.rsqrt(variance + epsilon)
-            return _scaled(x, slope, beta - mean * slope), gradient
+            scale = gamma * tf.math.rsqrt(variance + epsilon)
+            return _scaled(x, scale, beta - mean * scale), gradient
         return tf.nn.batch_normalization(x, mean, variance, beta, gamma, epsilon), gradient
 
     y = normalize(x, gamma, beta, mean, variance)
@@ -128,21 +128,21 @@ def _statistics(
     return _merged(replica_slice, count, mean, variance * count)
 
 
-def _scaled(x: tf.Tensor, slope: tf.Tensor, level: tf.Tensor) -> tf.Tensor:
-    """Returns `slope * x + level` for each channel, and reads `x` once.
+def _scaled(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+    """Returns `scale * x + offset` for each channel, and reads `x` once.
 
     For few channels this is a 1x1 convolution, with which TensorFlow fuses an addition that
     follows.
     """
     if x.shape[-1] <= SCALED_BY_CONVOLUTION:
-        filters = tf.linalg.diag(slope)[tf.newaxis, tf.newaxis]
-        return tf.nn.bias_add(tf.nn.conv2d(x, filters, 1, "VALID"), level)
+        filters = tf.linalg.diag(scale)[tf.newaxis, tf.newaxis]
+        return tf.nn.bias_add(tf.nn.conv2d(x, filters, 1, "VALID"), offset)
     fused = tf.raw_ops.FusedBatchNormV3(
         x=x,
-        scale=slope,
-        offset=level,
-        mean=tf.zeros_like(slope),
-        variance=tf.ones_like(slope) - _EPSILON,
+        scale=scale,
+        offset=offset,
+        mean=tf.zeros_like(scale),
+        variance=tf.ones_like(scale) - _EPSILON,
         epsilon=_EPSILON,
         is_training=False,
     )
@@ -167,30 +167,32 @@ def _gradients_of_slice(
     statistics: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
     epsilon: float,
 ) -> Gradients:
-    """Returns this replica's gradients by values, `gamma` and `beta`.
+    """Returns this replica's gradients with respect to `x`, `gamma` and `beta`.
 
     Source: Ioffe and Szegedy, Batch normalization, 2015 (arXiv:1502.03167), section 3.
 
     Args:
         replica_slice: this replica's slice.
-        dy: this replica's gradient by the normalized values.
+        dy: this replica's gradient with respect to the normalized values.
         x: this replica's values.
         gamma: what each channel is multiplied by.
         statistics: count, mean and variance of the global batch.
         epsilon: what is added to the variance.
     """
     total, mean, variance = statistics
-    # These gradients treat mean and variance as constants. The part of these two is added below.
+    # These gradients treat mean and variance as constants. The gradient that flows through both of
+    # them is added below.
     dx, dgamma, dbeta = _frozen_gradients(dy, x, gamma, mean, variance, epsilon)
-    # The loss of every replica depends on the rows of all, and counts by that replica's weight.
-    # `reduce_gradients` will multiply the result by this replica's weight, which is 0 without rows.
+    # The loss of each replica depends on the rows of all replicas, and is weighted by the weight of
+    # its replica. `reduce_gradients` will multiply the result by this replica's weight, which is 0
+    # without rows.
     weight = tf.cast(replica_slice.weight, x.dtype)
-    sums = replica_context.of_all_replicas(replica_slice, tf.stack([dgamma, dbeta]))
-    by_gamma, by_beta = tf.unstack(tf.math.divide_no_nan(sums, weight))
-    scale = tf.math.rsqrt(variance + epsilon)
-    slope = tf.math.divide_no_nan(gamma * scale * scale * by_gamma, total)
-    level = tf.math.divide_no_nan(gamma * scale * by_beta, total) - slope * mean
-    return _scaled(x, -slope, -level) + dx, dgamma, dbeta
+    sums = replica_context.global_gradient(replica_slice, tf.stack([dgamma, dbeta]))
+    global_dgamma, global_dbeta = tf.unstack(tf.math.divide_no_nan(sums, weight))
+    inverse = tf.math.rsqrt(variance + epsilon)
+    scale = tf.math.divide_no_nan(gamma * inverse * inverse * global_dgamma, total)
+    offset = tf.math.divide_no_nan(gamma * inverse * global_dbeta, total) - scale * mean
+    return _scaled(x, -scale, -offset) + dx, dgamma, dbeta
 
 
 def _frozen_gradients(
@@ -278,13 +280,14 @@ def global_moments(
         total, mean, variance = _merged(replica_slice, count, mean, squares)
 
         def gradient(mean_upstream: tf.Tensor, variance_upstream: tf.Tensor) -> tf.Tensor:
-            # The loss of every replica depends on the rows of all, and counts by that replica's
-            # weight. `reduce_gradients` will multiply the result by this replica's weight.
+            # The loss of each replica depends on the rows of all replicas, and is weighted by the
+            # weight of its replica. `reduce_gradients` will multiply the result by this replica's
+            # weight.
             weight = tf.cast(replica_slice.weight, x.dtype)
             upstream = tf.stack(
                 [tf.reshape(mean_upstream, [-1]), tf.reshape(variance_upstream, [-1])]
             )
-            of_all = replica_context.of_all_replicas(replica_slice, upstream)
+            of_all = replica_context.global_gradient(replica_slice, upstream)
             by_mean, by_variance = tf.unstack(of_all)
             by_mean, by_variance = (
                 tf.math.divide_no_nan(tf.reshape(part, tf.shape(mean)), total)
@@ -304,7 +307,7 @@ def _merged(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Returns count, mean and variance over all replicas, from one collective."""
     merged: tuple[tf.Tensor, tf.Tensor, tf.Tensor] = _merge(
-        replica_context.gather_values(replica_slice, tf.stack([count, mean, squares]))
+        replica_context.stack_over_replicas(replica_slice, tf.stack([count, mean, squares]))
     )
     return merged
 

@@ -8,8 +8,20 @@ is a weighted sum over the replicas. With the gradient `g_r` of replica `r`, whi
 
 This is exact for replicas with different numbers of rows, and for replicas without rows.
 
-Every replica of every worker must call the functions that reduce or gather, in replica context and
-in the same order.
+These functions exchange values between the replicas:
+
+| function | what each replica gets |
+|---|---|
+| `reduce_gradients` | the gradients of the global batch, which are summed in buckets |
+| `global_gradient` | the gradient with respect to one value that is the same on all replicas |
+| `sum_with_gradient` | the sum of a tensor over all replicas; gradients flow back |
+| `sum_by_dtype` | such sums of several tensors, by one collective for each dtype |
+| `gather_rows` | the rows of all replicas |
+| `gather_rows_with_gradient` | the same rows; a row's gradient flows back to its replica |
+| `stack_over_replicas` | every replica's value, `[replicas, ...]`; gradients flow back |
+| `global_metrics` | the metrics over the data of all replicas |
+
+Every replica of every worker must call each of them, in replica context and in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +44,7 @@ Results = TypeVar("Results")
 
 def reduce_gradients(
     gradients: Sequence[Any],
-    wire: tf.DType | None = None,
+    send_dtype: tf.DType | None = None,
     by_bytes: int = 0,
     names: Sequence[str] = (),
 ) -> list[Any]:
@@ -44,7 +56,7 @@ def reduce_gradients(
 
     Args:
         gradients: tensors, `tf.IndexedSlices`, or None, which stays None.
-        wire: the type in which dense float32 gradients are sent; None means their own type.
+        send_dtype: the type in which dense float32 gradients are sent; None means their own type.
             Gradients of 16 bits are added in float32, except by TensorFlow's own collectives.
         by_bytes: the size of a bucket. Gradients are summed in buckets of about this size while
             other gradients are computed, those of the last layers first. 0 means a single bucket.
@@ -61,9 +73,9 @@ def reduce_gradients(
     present = [g for g in gradients if g is not None]
     named = [n for n, g in zip(names, gradients, strict=True) if g is not None] if names else None
     if replica_slice is not None:
-        present = [weighed(g, replica_slice.weight) for g in present]
+        present = [weighted(g, replica_slice.weight) for g in present]
     try:
-        reduced = iter(_summed_by_lookups(present, wire, by_bytes, named))
+        reduced = iter(_sum_by_lookups(present, send_dtype, by_bytes, named))
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise
@@ -78,10 +90,16 @@ def reduce_gradients(
     return of_all
 
 
-def _summed_by_lookups(
-    gradients: Sequence[Any], wire: tf.DType | None, by_bytes: int, names: Sequence[str] | None
+def _sum_by_lookups(
+    gradients: Sequence[Any],
+    send_dtype: tf.DType | None,
+    by_bytes: int,
+    names: Sequence[str] | None,
 ) -> list[Any]:
-    """Returns what `summed` does; a lookup that is alike on all replicas stays one lookup."""
+    """Returns what `_sum_in_buckets` does, and sums each lookup of an IndexedSlices by itself.
+
+    If all replicas look up the same rows, only the values are summed.
+    """
     # The values to sum: each dense gradient, and each lookup of an IndexedSlices.
     values: list[Any] = []
     labels: list[str] = []
@@ -96,7 +114,7 @@ def _summed_by_lookups(
             ]
         values += parts
         labels += [name] * len(parts)
-    totals = iter(summed(values, wire, by_bytes, labels))
+    totals = iter(_sum_in_buckets(values, send_dtype, by_bytes, labels))
 
     def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Returns the gradient that joins the summed lookups of an IndexedSlices."""
@@ -114,9 +132,9 @@ def _summed_by_lookups(
     ]
 
 
-def summed(
+def _sum_in_buckets(
     values: Sequence[Any],
-    wire: tf.DType | None = None,
+    send_dtype: tf.DType | None = None,
     by_bytes: int = 0,
     names: Sequence[str] = (),
 ) -> list[Any]:
@@ -124,21 +142,26 @@ def summed(
 
     Args:
         values: tensors or `tf.IndexedSlices`.
-        wire: the type in which dense float32 values are sent; see `reduce_gradients`.
+        send_dtype: the type in which dense float32 values are sent; see `reduce_gradients`.
         by_bytes: the size of a bucket; see `reduce_gradients`.
         names: a description of each value; empty if there are none.
     """
-    narrow = [_narrow(value, wire) for value in values]
-    sums = _by_collectives(values, narrow, by_bytes, names or [""] * len(values))
+    as_sent = [_as_sent(value, send_dtype) for value in values]
+    sums = _sum_by_collectives(values, as_sent, by_bytes, names or [""] * len(values))
     missing = [i for i in range(len(values)) if i not in sums]
     if missing:
-        sums |= zip(missing, _all_reduced([narrow[i] for i in missing], by_bytes), strict=True)
+        sums |= zip(
+            missing, _sum_without_collectives([as_sent[i] for i in missing], by_bytes), strict=True
+        )
     pairs = ((sums[i], value.dtype) for i, value in enumerate(values))
     return [total if total.dtype == dtype else tf.cast(total, dtype) for total, dtype in pairs]
 
 
-def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
-    """Returns sums by `replica_threads`, or by TensorFlow where that returns None."""
+def _sum_without_collectives(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
+    """Returns the sums that `collectives` does not make.
+
+    `replica_threads` makes them, or TensorFlow where that returns None.
+    """
     sums = replica_threads.totals(values)
     if sums is None:
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=by_bytes)
@@ -146,8 +169,8 @@ def _all_reduced(values: Sequence[Any], by_bytes: int = 0) -> list[Any]:
     return sums
 
 
-def _by_collectives(
-    values: Sequence[Any], narrow: Sequence[Any], by_bytes: int, names: Sequence[str]
+def _sum_by_collectives(
+    values: Sequence[Any], as_sent: Sequence[Any], by_bytes: int, names: Sequence[str]
 ) -> dict[int, tf.Tensor | tf.IndexedSlices]:
     """Returns the sums that `collectives` makes, by the index of the value.
 
@@ -156,28 +179,28 @@ def _by_collectives(
 
     Args:
         values: tensors or `tf.IndexedSlices`.
-        narrow: the same values in the types in which they are sent.
+        as_sent: the same values in the types in which they are sent.
         by_bytes: the size of a bucket; see `reduce_gradients`.
         names: a description of each value.
     """
     if not collectives.are_in_use():
         return {}
-    packs = _packs(narrow, by_bytes)
-    flat = [[tf.reshape(narrow[i], [-1]) for i in pack] for pack in packs]
+    buckets = _buckets(as_sent, by_bytes)
+    flat = [[tf.reshape(as_sent[i], [-1]) for i in bucket] for bucket in buckets]
     slices = [i for i, value in enumerate(values) if isinstance(value, tf.IndexedSlices)]
     totals = collectives.begin_totals(
         [tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0) for tensors in flat],
-        [", ".join(filter(None, (names[i] for i in pack))) for pack in packs],
+        [", ".join(filter(None, (names[i] for i in bucket))) for bucket in buckets],
     )
     # All rows are sent before `totals()`, which waits for the other workers.
     rows = collectives.begin_rows(
         [v for i in slices for v in (values[i].values, values[i].indices)]
     )
     sums: dict[int, Any] = {}
-    for pack, total in zip(packs, totals() if totals else (), strict=False):
-        sizes = [narrow[i].shape.num_elements() for i in pack]
-        parts = [total] if len(pack) == 1 else tf.split(total, sizes)
-        for i, part in zip(pack, parts, strict=True):
+    for bucket, total in zip(buckets, totals() if totals else (), strict=False):
+        sizes = [as_sent[i].shape.num_elements() for i in bucket]
+        parts = [total] if len(bucket) == 1 else tf.split(total, sizes)
+        for i, part in zip(bucket, parts, strict=True):
             sums[i] = tf.reshape(part, values[i].shape)
     remaining = iter(rows() if rows else ())
     for i, values_of_all, indices in zip(slices, remaining, remaining, strict=False):
@@ -185,39 +208,43 @@ def _by_collectives(
     return sums
 
 
-def _packs(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
+def _buckets(gradients: Sequence[Any], by_bytes: int) -> list[list[int]]:
     """Returns the indices of dense gradients in buckets, the last layers' first.
 
     All gradients of a bucket have one type. A gradient that is as large as a bucket is sent alone,
     so it need not be copied together with others.
     """
-    packs: list[list[int]] = []
-    open_packs: dict[tf.DType, tuple[list[int], int]] = {}
+    buckets: list[list[int]] = []
+    open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
     for i in reversed(range(len(gradients))):
         gradient = gradients[i]
         if isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
             continue
         size = gradient.dtype.size * gradient.shape.num_elements()
         if 0 < by_bytes <= size:
-            packs.append([i])
+            buckets.append([i])
             continue
-        pack, bytes_before = open_packs.get(gradient.dtype, ([], 0))
-        if not pack:
-            packs.append(pack)
-        pack.append(i)
+        bucket, bytes_before = open_buckets.get(gradient.dtype, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(i)
         full = 0 < by_bytes <= bytes_before + size
-        open_packs[gradient.dtype] = ([], 0) if full else (pack, bytes_before + size)
-    return packs
+        open_buckets[gradient.dtype] = ([], 0) if full else (bucket, bytes_before + size)
+    return buckets
 
 
-def _narrow(gradient: Any, wire: tf.DType | None) -> Any:
+def _as_sent(gradient: Any, send_dtype: tf.DType | None) -> Any:
     """Returns a gradient in the type in which it is sent."""
     # An IndexedSlices keeps its type: it has few rows, and no collective gathers bfloat16.
     dense = not isinstance(gradient, tf.IndexedSlices)
-    return tf.cast(gradient, wire) if wire and dense and gradient.dtype == tf.float32 else gradient
+    return (
+        tf.cast(gradient, send_dtype)
+        if send_dtype and dense and gradient.dtype == tf.float32
+        else gradient
+    )
 
 
-def weighed(gradient: Any, weight: tf.Tensor) -> Any:
+def weighted(gradient: Any, weight: tf.Tensor) -> Any:
     """Returns a gradient times a slice's weight. With a weight of 0 it is 0, even for NaN."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.math.multiply_no_nan(gradient.values, tf.cast(weight, gradient.values.dtype))
@@ -274,8 +301,8 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
         return tf.cast(gather_rows(tf.cast(value, tf.int32)), tf.bool)
     if value.dtype == tf.string:
         raise ModelError(
-            "predict cannot gather strings from several workers. Return numbers from the model, "
-            "or predict with plain Keras on one device."
+            "strings cannot be gathered from several replicas. Use numbers in their place, or "
+            "plain Keras on one device."
         )
     receive = collectives.begin_rows([value])
     if receive is not None:
@@ -289,7 +316,7 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     return tf.gather(context.all_gather(value, axis=0), tf.argsort(numbers, stable=True))
 
 
-def total(value: tf.Tensor) -> tf.Tensor:
+def sum_with_gradient(value: tf.Tensor) -> tf.Tensor:
     """Returns a value summed over all replicas.
 
     Args:
@@ -298,22 +325,22 @@ def total(value: tf.Tensor) -> tf.Tensor:
     Raises:
         CannotCompileError: XLA is to compile the step.
     """
-    return _with_gradient(value, _total(value), total)
+    return _with_gradient(value, _sum_without_gradient(value), sum_with_gradient)
 
 
-def _total(value: tf.Tensor) -> tf.Tensor:
-    """Returns what `total` returns, without a gradient."""
+def _sum_without_gradient(value: tf.Tensor) -> tf.Tensor:
+    """Returns what `sum_with_gradient` returns, without a gradient."""
     refuse_to_compile("takes a sum over all replicas")
     receive = collectives.begin_totals([value])
-    return _all_reduced([value])[0] if receive is None else receive()[0]
+    return _sum_without_collectives([value])[0] if receive is None else receive()[0]
 
 
-def of_all_replicas(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
-    """Returns the gradient of the global batch by a value that is the same on all replicas.
+def global_gradient(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tensor:
+    """Returns the gradient with respect to a value that is the same on all replicas.
 
     The gradient of the global batch is the mean over the replicas, weighted by their rows
     (`reduce_gradients`). So each replica's part is multiplied by its weight. The same holds for the
-    gradient of this result by `upstream`.
+    gradient of this result with respect to `upstream`.
 
     Args:
         replica_slice: this replica's slice.
@@ -322,14 +349,16 @@ def of_all_replicas(replica_slice: ReplicaSlice, upstream: tf.Tensor) -> tf.Tens
     # The gradient of a lookup of rows (`tf.gather`) is a tf.IndexedSlices.
     upstream = tf.convert_to_tensor(upstream)
     own = tf.math.multiply_no_nan(upstream, tf.cast(replica_slice.weight, upstream.dtype))
-    return _with_gradient(upstream, _total(own), functools.partial(of_all_replicas, replica_slice))
+    return _with_gradient(
+        upstream, _sum_without_gradient(own), functools.partial(global_gradient, replica_slice)
+    )
 
 
-def rows_of_all(
+def gather_rows_with_gradient(
     replica_slice: ReplicaSlice,
     rows: tf.Tensor,
     entries: Any = 1,
-    of_all: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    to_global: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> tf.Tensor:
     """Returns the rows of all replicas; the gradient of a row goes back to the replica that has it.
 
@@ -337,10 +366,10 @@ def rows_of_all(
         replica_slice: this replica's slice.
         rows: the rows that this replica reads.
         entries: how many entries of axis 0 a row has.
-        of_all: takes this replica's part of the gradient by the rows of all replicas, and returns
-            the whole gradient. None means `of_all_replicas`.
+        to_global: takes this replica's part of the gradient with respect to the rows of all
+            replicas, and returns the whole gradient. None means `global_gradient`.
     """
-    of_all = of_all or functools.partial(of_all_replicas, replica_slice)
+    to_global = to_global or functools.partial(global_gradient, replica_slice)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def gather(rows: tf.Tensor) -> Any:
@@ -349,7 +378,7 @@ def rows_of_all(
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
             first = entries * replica_slice.first_row
-            own = of_all(upstream)[first : first + read_rows]
+            own = to_global(upstream)[first : first + read_rows]
             return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
         return gather_rows(rows[: entries * replica_slice.own_rows]), gradient
@@ -357,7 +386,7 @@ def rows_of_all(
     return tf.ensure_shape(gather(rows), [None, *rows.shape[1:]])
 
 
-def gather_values(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+def stack_over_replicas(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     """Returns every replica's value, `[replicas, ...]` in the order of the replicas.
 
     Args:
@@ -379,7 +408,7 @@ def gather_values(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         # `reduce_gradients` will multiply by this replica's weight, so it is divided out here.
-        own = of_all_replicas(replica_slice, upstream)[number]
+        own = global_gradient(replica_slice, upstream)[number]
         return tf.math.divide_no_nan(own, tf.cast(replica_slice.weight, own.dtype))
 
     return _with_gradient(value, gathered, gradient)
@@ -388,7 +417,7 @@ def gather_values(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
 def _with_gradient(
     value: tf.Tensor, result: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]
 ) -> tf.Tensor:
-    """Returns `result`, made from all replicas' values, with a gradient by this replica's `value`.
+    """Returns `result`, made from all replicas' values, with a gradient for this one's `value`.
 
     `result` is an argument of the inner function, too. If a function with a custom gradient uses a
     tensor that is not an argument, TensorFlow searches all operations behind it for variables. Here
@@ -404,7 +433,7 @@ def _with_gradient(
     return marked
 
 
-def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def sum_by_dtype(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns each value summed over all replicas, with one collective for each dtype.
 
     Args:
@@ -417,7 +446,9 @@ def sum_together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for dtype in sorted({v.dtype for v in values}, key=lambda d: d.name):
         indices = [i for i, v in enumerate(values) if v.dtype == dtype]
         packed = tf.concat([tf.reshape(values[i], [-1]) for i in indices], axis=0)
-        parts = tf.split(total(packed), [values[i].shape.num_elements() for i in indices])
+        parts = tf.split(
+            sum_with_gradient(packed), [values[i].shape.num_elements() for i in indices]
+        )
         for i, part in zip(indices, parts, strict=True):
             totals[i] = tf.reshape(part, values[i].shape)
     return [totals[i] for i in range(len(values))]
@@ -448,7 +479,7 @@ def global_metrics(
         value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
         for v, value in zip(variables, values, strict=True)
     ]
-    totals = sum_together([*local, *extra])
+    totals = sum_by_dtype([*local, *extra])
     states = [
         total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
         for v, total in zip(variables, totals, strict=False)

@@ -217,8 +217,8 @@ class DistributedModel(keras.Model):
         if self._placement.workers == 1:
             return {}
         compression = state_of(self).options.gradient_compression
-        wire = None if compression == "none" else tf.as_dtype(compression)
-        return {"wire": wire, "by_bytes": BUCKET_BYTES}
+        send_dtype = None if compression == "none" else tf.as_dtype(compression)
+        return {"send_dtype": send_dtype, "by_bytes": BUCKET_BYTES}
 
     def _steps_per_execution(self, checkpoint: Checkpoint | None) -> StepsPerExecution:
         """Returns the number of steps of each execution, as compiled or to be chosen.

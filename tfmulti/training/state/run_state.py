@@ -153,7 +153,7 @@ def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Calla
             value = tf.convert_to_tensor(variable.value)
             mask = tf.reshape(is_own, [count, *[1] * value.shape.rank])
             parts.append(tf.where(mask, value, tf.zeros([], value.dtype)))
-        return replica_context.sum_together(parts)
+        return replica_context.sum_by_dtype(parts)
 
     def states() -> Any:
         return strategy.experimental_local_results(strategy.run(on_replica))[0]

@@ -25,7 +25,7 @@ import tensorflow as tf
 from tfmulti.data import sharding
 from tfmulti.distribution import lookup_gradients
 from tfmulti.distribution.losses import Divisors
-from tfmulti.distribution.replica_context import rows_of, weighed
+from tfmulti.distribution.replica_context import rows_of, weighted
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, current, part_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.model_structure import seed_variables
@@ -76,7 +76,7 @@ class Collector:
             )
         replica_slice = current()
         assert replica_slice is not None
-        new = [None if g is None else weighed(g, replica_slice.weight) for g in gradients]
+        new = [None if g is None else weighted(g, replica_slice.weight) for g in gradients]
         self._optimizer, self._variables = optimizer, variables
         self._sums = [
             _added(a, b) for a, b in zip(self._sums or [None] * len(new), new, strict=True)

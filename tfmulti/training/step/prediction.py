@@ -82,7 +82,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 return Predicted(outputs, batch.lost)
             lost = tf.cast(batch.lost if index == 0 else 0, tf.float32)
             if may_lose:
-                (lost,) = replica_context.sum_together([lost])
+                (lost,) = replica_context.sum_by_dtype([lost])
             return Predicted(tf.nest.map_structure(replica_context.gather_rows, outputs), lost)
 
         by_replica = strategy.run(replica_step)

@@ -102,7 +102,7 @@ def taking_agreed_rows(model: keras.Model) -> Callable[[Any], WorkerBatch] | Non
             )
             rows = tf.cast(batch.own_rows[replica - placement.first_replica], tf.int32)
             own_counts = tf.one_hot(replica, placement.replicas, rows, 0, dtype=tf.int32)
-            return replica_context.sum_together([own_counts])[0]
+            return replica_context.sum_by_dtype([own_counts])[0]
 
         counts = tf.cast(first_local(strategy, strategy.run(rows_of_all)), tf.int64)
         ends, rows = tf.cumsum(counts), tf.reduce_sum(counts)
