@@ -34,11 +34,11 @@ def test_latency_and_bandwidth_are_fitted_to_noisy_points(
     assert fitted is not None
     assert fitted.latency_s == pytest.approx(latency_s, rel=0.05)
     # The tolerance is larger, because the time of the bytes is short compared with the latency.
-    assert 1 / fitted.byte_s == pytest.approx(bandwidth, rel=0.15)
+    assert 1 / fitted.s_per_byte == pytest.approx(bandwidth, rel=0.15)
 
 
 def test_a_ring_takes_the_time_of_the_papers() -> None:
-    network = NetworkModel(latency_s=0.5, byte_s=0.01)
+    network = NetworkModel(latency_s=0.5, s_per_byte=0.01)
     assert network.parts_s(4, 100) == (2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert network.parts_s(4, 100, collectives=5) == (5 * 2 * 3 * 0.5, 2 * 3 / 4 * 100 * 0.01)
     assert network.all_reduce_s(1, 100) == 0
@@ -46,7 +46,7 @@ def test_a_ring_takes_the_time_of_the_papers() -> None:
 
 
 def test_workers_that_send_to_all_at_once_take_one_or_two_rounds() -> None:
-    network = NetworkModel(latency_s=0.5, byte_s=0.01, message_s=0.001)
+    network = NetworkModel(latency_s=0.5, s_per_byte=0.01, s_per_message=0.001)
     assert network.parts_s(2, 100, collectives=5) == pytest.approx((5 * 0.501, 100 * 0.01))
     # Each worker sends a short message to all others.
     assert network.parts_s(4, 100, collectives=5)[0] == pytest.approx(5 * 0.503)
@@ -57,7 +57,7 @@ def test_workers_that_send_to_all_at_once_take_one_or_two_rounds() -> None:
     points = [(n, size, network.all_reduce_s(n, size)) for n in (2, 4) for size in SIZES]
     fitted = fit_network(points, 0.001)
     assert fitted is not None
-    assert (fitted.latency_s, fitted.byte_s) == pytest.approx((0.5, 0.01), rel=1e-3)
+    assert (fitted.latency_s, fitted.s_per_byte) == pytest.approx((0.5, 0.01), rel=1e-3)
 
 
 def test_embedding_rows_are_sent_to_each_other_worker() -> None:
@@ -73,11 +73,11 @@ def test_fitted_values_are_not_negative() -> None:
     falling = fit_network([(2, 1000, 0.02), (2, 10_000_000, 0.01)])
     assert falling is not None
     assert falling.latency_s > 0
-    assert falling.byte_s == 0
+    assert falling.s_per_byte == 0
     steep = fit_network([(2, 1000, 1e-9), (2, 1_000_000, 1.0)])
     assert steep is not None
     assert steep.latency_s >= 0
-    assert steep.byte_s > 0
+    assert steep.s_per_byte > 0
     assert fit_network([]) is None
     assert fit_network([(1, 100, 1.0)]) is None
 
@@ -131,7 +131,7 @@ def test_each_part_has_its_time() -> None:
     assert TimeParts.of(together, slower).communication == 0
 
 
-DIRECT = dataclasses.replace(TRUTH, network=NetworkModel(100e-6, 1 / 1e9, message_s=10e-6))
+DIRECT = dataclasses.replace(TRUTH, network=NetworkModel(100e-6, 1 / 1e9, s_per_message=10e-6))
 # The rows are those of an embedding.
 WITH_ROWS = dataclasses.replace(DIRECT, example_bytes=8_000)
 
@@ -146,8 +146,8 @@ def test_a_prediction_follows_from_the_measured_costs(weak: bool, truth: CostMod
     assert model is not None
     assert (model.exposed, model.waiting_ms) == pytest.approx((1, 0.75))
     assert model.network.latency_s == pytest.approx(100e-6)
-    assert 1 / model.network.byte_s == pytest.approx(1e9)
-    assert model.network.message_s == truth.network.message_s
+    assert 1 / model.network.s_per_byte == pytest.approx(1e9)
+    assert model.network.s_per_message == truth.network.s_per_message
     predicted = prediction(config, model, results)
     assert [p["workers"] for p in predicted] == [1, 2, 4, 8, 16, 32, 64]
     for point in predicted:

@@ -67,7 +67,7 @@ def measured(
             flops_per_example=6_000_000,
             peak_tflops=None,
             reader_threads=0,
-            message_s=truth.network.message_s if point.workers > 1 else None,
+            s_per_message=truth.network.s_per_message if point.workers > 1 else None,
             row_bytes=row_bytes,
         )
         for _ in range(point.workers)

@@ -50,17 +50,17 @@ class NetworkModel:
 
     Attributes:
         latency_s: the seconds of latency of a message, or of a round.
-        byte_s: the seconds for a byte.
-        message_s: the seconds that each message of a round takes. None: a ring all-reduce.
+        s_per_byte: the seconds for a byte.
+        s_per_message: the seconds that each message of a round takes. None: a ring all-reduce.
     """
 
     latency_s: float
-    byte_s: float
-    message_s: float | None = None
+    s_per_byte: float
+    s_per_message: float | None = None
 
     def rounds(self, workers: int, size: float, collectives: int = 1) -> int:
-        """Returns how many times some all-reduces pay the latency."""
-        if self.message_s is None or workers == 1:
+        """Returns the number of latencies that these all-reduces take one after the other."""
+        if self.s_per_message is None or workers == 1:
             return collectives * 2 * (workers - 1)
         if workers == 2 or size <= GATHER_BYTES:
             return collectives
@@ -69,9 +69,9 @@ class NetworkModel:
     def parts_s(self, workers: int, size: float, collectives: int = 1) -> tuple[float, float]:
         """Returns the seconds that some all-reduces take for the latency, and for the bytes."""
         others = workers - 1
-        round_s = self.latency_s + others * (self.message_s or 0.0)
+        round_s = self.latency_s + others * (self.s_per_message or 0.0)
         rounds = self.rounds(workers, size, collectives)
-        return rounds * round_s, 2 * others / workers * size * self.byte_s
+        return rounds * round_s, 2 * others / workers * size * self.s_per_byte
 
     def all_reduce_s(self, workers: int, size: float, collectives: int = 1) -> float:
         """Returns the seconds of some all-reduces."""
@@ -79,7 +79,7 @@ class NetworkModel:
 
 
 def fit_network(
-    points: Sequence[tuple[int, int, float]], message_s: float | None = None
+    points: Sequence[tuple[int, int, float]], s_per_message: float | None = None
 ) -> NetworkModel | None:
     """Returns the network model that fits the measured all-reduces, or None without any.
 
@@ -89,18 +89,18 @@ def fit_network(
     Args:
         points: the workers, the bytes and the seconds of each measured all-reduce. Those of one
             worker are ignored.
-        message_s: as in `NetworkModel`.
+        s_per_message: as in `NetworkModel`.
     """
-    rows, unexplained = [], []
-    messages = NetworkModel(0.0, 0.0, message_s)
+    equations, unexplained = [], []
+    messages = NetworkModel(0.0, 0.0, s_per_message)
     for n, size, seconds in points:
         if n > 1 and seconds > 0:
             rounds = messages.rounds(n, size)
-            rows.append((rounds / seconds, 2 * (n - 1) / n * size / seconds))
+            equations.append((rounds / seconds, 2 * (n - 1) / n * size / seconds))
             unexplained.append(max(0.0, 1 - messages.all_reduce_s(n, size) / seconds))
-    if not rows:
+    if not equations:
         return None
-    return NetworkModel(*_least_squares(rows, unexplained), message_s)
+    return NetworkModel(*_least_squares(equations, unexplained), s_per_message)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class CostModel:
 
     def messages_ms(self, workers: int, rows: float) -> float:
         """Returns the milliseconds of a step's messages, also of those that computing hides."""
-        embedding_s = (workers - 1) * rows * self.example_bytes * self.network.byte_s
+        embedding_s = (workers - 1) * rows * self.example_bytes * self.network.s_per_byte
         summed_s = self.network.all_reduce_s(workers, self.gradient_bytes, self.collectives)
         return 1000 * (summed_s + embedding_s)
 
@@ -178,16 +178,16 @@ class CostModel:
 
     def as_dict(self) -> dict[str, float | None]:
         """Returns the costs as they stand in bench.json."""
-        byte_s, message_s = self.network.byte_s, self.network.message_s
+        s_per_byte, s_per_message = self.network.s_per_byte, self.network.s_per_message
         return {
             "latency_us": 1e6 * self.network.latency_s,
-            "bandwidth_mb_per_s": 1e-6 / byte_s if byte_s else None,
+            "bandwidth_mb_per_s": 1e-6 / s_per_byte if s_per_byte else None,
             "collectives_a_step": self.collectives,
             "summed_bytes": self.gradient_bytes,
             "row_bytes_an_example": self.example_bytes,
             "compute_fixed_ms": self.computing.fixed_ms,
             "compute_row_ms": self.computing.row_ms,
-            "message_us": None if message_s is None else 1e6 * message_s,
+            "message_us": None if s_per_message is None else 1e6 * s_per_message,
             "exposed": self.exposed,
             "waiting_ms": self.waiting_ms,
             "other_ms": self.other_ms,
@@ -209,11 +209,11 @@ def fit_exposed(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _least_squares(
-    rows: Sequence[tuple[float, float]], values: Sequence[float]
+    equations: Sequence[tuple[float, float]], values: Sequence[float]
 ) -> tuple[float, float]:
-    """Returns a, b >= 0 for which a × row[0] + b × row[1] fits the values by least squares."""
-    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    av, bv = (sum(r[i] * v for r, v in zip(rows, values, strict=True)) for i in (0, 1))
+    """Returns a, b >= 0 that solve a × e[0] + b × e[1] = value best, by least squares."""
+    aa, ab, bb = (sum(e[i] * e[j] for e in equations) for i, j in ((0, 0), (0, 1), (1, 1)))
+    av, bv = (sum(e[i] * v for e, v in zip(equations, values, strict=True)) for i in (0, 1))
     only_a, only_b = (av / aa if aa else 0.0, 0.0), (0.0, bv / bb if bb else 0.0)
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
@@ -224,7 +224,8 @@ def _least_squares(
     def error(pair: tuple[float, float]) -> float:
         """Returns the sum of the squared errors."""
         return sum(
-            (pair[0] * r[0] + pair[1] * r[1] - v) ** 2 for r, v in zip(rows, values, strict=True)
+            (pair[0] * e[0] + pair[1] * e[1] - v) ** 2
+            for e, v in zip(equations, values, strict=True)
         )
 
     return min(only_a, only_b, key=error)

@@ -94,7 +94,7 @@ def measure_process(request: MeasureRequest, cluster: Cluster | None) -> Measure
         flops_per_example=training_flops(model, inputs),
         peak_tflops=request.run.peak_tflops or peak_of_devices(model, setup.placement.gpus),
         reader_threads=state_of(model).epoch.reader_threads,
-        message_s=message_seconds(setup.strategy) if has_workers else None,
+        s_per_message=message_seconds(setup.strategy) if has_workers else None,
     )
 
 

@@ -100,8 +100,8 @@ class Report:
         if self.model is None:
             return ["no prediction: it takes --workers 2 or more to measure an all-reduce"]
         model, last = self.model, self.predicted[-1]
-        byte_s = model.network.byte_s
-        speed = f"{1e-6 / byte_s:,.0f} MB/s" if byte_s else "no limit seen"
+        s_per_byte = model.network.s_per_byte
+        speed = f"{1e-6 / s_per_byte:,.0f} MB/s" if s_per_byte else "no limit seen"
         return [
             f"all-reduce: {_latency_text(model.network)}, {speed}; a step "
             f"has {model.collectives} all-reduces with {model.gradient_bytes / 1e6:.3g} MB in total"
@@ -155,9 +155,9 @@ def _row_text(example_bytes: float) -> str:
 
 def _latency_text(network: NetworkModel) -> str:
     """Returns the text about the latency, of a ring or of rounds of messages."""
-    if network.message_s is None:
+    if network.s_per_message is None:
         return f"latency {1e6 * network.latency_s:,.0f} µs a message"
-    latency_us, message_us = 1e6 * network.latency_s, 1e6 * network.message_s
+    latency_us, message_us = 1e6 * network.latency_s, 1e6 * network.s_per_message
     return f"latency {latency_us:,.0f} µs a round, {message_us:,.0f} µs a message"
 
 

@@ -69,8 +69,8 @@ class MeasureResult:
             `Throughput`.
         peak_tflops: the most TFLOP/s of a device, as in `Throughput`.
         reader_threads: the number of threads that read the data.
-        message_s: the seconds that one more message takes, if workers send to all others at once;
-            otherwise None.
+        s_per_message: the seconds that one more message takes, if workers send to all others at
+            once; otherwise None.
         row_bytes: the bytes of a step that are rows of an embedding's gradient, which go to each
             other worker. They are part of `gradient_bytes`.
     """
@@ -87,7 +87,7 @@ class MeasureResult:
     flops_per_example: int | None
     peak_tflops: float | None
     reader_threads: int | None
-    message_s: float | None = None
+    s_per_message: float | None = None
     row_bytes: float = 0.0
 
     @property

@@ -132,14 +132,14 @@ def all_reduces_of(measurements: Measurements, kind: str) -> list[tuple[int, int
 def network_of(measurements: Measurements, kind: str) -> NetworkModel | None:
     """Returns the network model of a kind of points, or None if no all-reduce was measured."""
     messages = [
-        process.message_s
+        process.s_per_message
         for point, rounds in measurements.items()
         if point.kind == kind
         for process in itertools.chain(*rounds)
-        if process.message_s is not None
+        if process.s_per_message is not None
     ]
-    message_s = statistics.median(messages) if messages else None
-    return fit_network(all_reduces_of(measurements, kind), message_s)
+    s_per_message = statistics.median(messages) if messages else None
+    return fit_network(all_reduces_of(measurements, kind), s_per_message)
 
 
 def cost_model(
