@@ -12,7 +12,7 @@ import keras
 
 
 def names(text: str) -> frozenset[str]:
-    """Returns the words of a text."""
+    """Returns the names in a text, which spaces and line ends separate."""
     return frozenset(text.split())
 
 

@@ -325,7 +325,7 @@ def _advice(difference: Difference, replicas: int) -> str:
             )
         if abs(scale * replicas - 1) < 0.1:
             return (
-                f"It is about 1/{replicas} of one device's, which has as many parts as there are "
+                f"It is about 1/{replicas} of one device's value, and there are {replicas} "
                 "replicas: the loss looks like a sum over rows, or is divided by the replicas. "
                 "Take the mean over the rows of the batch, and do not divide by "
                 "num_replicas_in_sync."

@@ -73,7 +73,7 @@ class PlainRun:
         step = self._perturbing_gradients(step)
         if self._model.run_eagerly:
             return step
-        return tf.function(recording.marked(lambda batch: step(of_any_rows(batch))))
+        return tf.function(recording.with_line_marker(lambda batch: step(of_any_rows(batch))))
 
     def _perturbing_gradients(self, step: Any) -> Any:
         """Returns a step whose optimizers get perturbed gradients if `run` asks for that.
@@ -113,7 +113,7 @@ class PlainRun:
             size = comparison.GRADIENTS_PERTURBED_BY * relative * largest
             changed = value + tf.cast(signs, value.dtype) * tf.cast(size, value.dtype)
             value = tf.where(self._perturbs, changed, value)
-            recording.stand_for(value, gradient)
+            recording.set_source(value, gradient)
             if isinstance(gradient, tf.IndexedSlices):
                 value = tf.IndexedSlices(value, gradient.indices, gradient.dense_shape)
             perturbed.append(value)

@@ -1,8 +1,8 @@
 """Notes what a step computes, in order, to find the place where two runs differ first.
 
-Inside `watched()`, a step that `recorded` has returned notes the outputs of layers and losses, and
-the gradients that optimizers apply. Each note has the line of the user's program that computes the
-value. Each thread has its own notes, because the replicas of a process are traced in several.
+Inside `noting()`, a step that `returning_notes` has made notes the outputs of layers and losses,
+and the gradients that optimizers apply. Each note has the line of the user's program that computes
+the value. Each thread has its own notes, because the replicas of a process are traced in several.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _notes: PerThread[Notes | None] = PerThread(None)
 _SOURCE = "tfmulti_source"
 
 
-def stand_for(value: tf.Tensor, source: Any) -> None:
-    """Marks a tensor as being in the place of another, whose line its notes get."""
+def set_source(value: tf.Tensor, source: Any) -> None:
+    """Notes that a tensor stands for another one, its source, whose line its notes get."""
     if hasattr(value, "graph"):
         setattr(value, _SOURCE, source)
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def noting() -> Iterator[None]:
     """Makes layers, losses and optimizers note what they compute, inside the context."""
     methods: list[tuple[Any, str, Callable[[Callable[..., Any]], Any]]] = [
         (keras.layers.Layer, "__call__", _noting_outputs("layer")),
@@ -133,7 +133,9 @@ def _noting_gradients(original: Callable[..., Any]) -> Any:
     return apply
 
 
-def recorded(step: Callable[[Any], Any], keep: Callable[[Notes], None]) -> Callable[[Any], Any]:
+def returning_notes(
+    step: Callable[[Any], Any], keep: Callable[[Notes], None]
+) -> Callable[[Any], Any]:
     """Returns a step that returns the tensors that it has noted, and gives `keep` the notes."""
 
     def notes_of(data: Any) -> Any:
@@ -144,13 +146,13 @@ def recorded(step: Callable[[Any], Any], keep: Callable[[Notes], None]) -> Calla
         keep(notes)
         return [tf.identity(tensor) for tensor in notes.tensors]
 
-    return marked(notes_of)
+    return with_line_marker(notes_of)
 
 
-def marked(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns the same step, marked so that `line_of` finds the lines within it.
+def with_line_marker(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns the step in a wrapper, by whose name `line_of` finds the user's lines.
 
-    AutoGraph does not read the function that marks the step, but it reads the step.
+    AutoGraph converts the user's step, but not this wrapper, so the name stays the same.
     """
 
     def step_of_the_user(data: Any) -> Any:

@@ -315,10 +315,10 @@ class StepComparison:
         replicas_notes: list[recording.Notes] = []
         device_notes: list[recording.Notes] = []
         worker_batch = from_batch(batch, self.placement)
-        with recording.watched():
+        with recording.noting():
             step = steps.step_of(model, "train_step")
             seeds = step_generator(model)
-            with step_replaced(model, recording.recorded(step, replicas_notes.append)):
+            with step_replaced(model, recording.returning_notes(step, replicas_notes.append)):
                 one_step = steps.make_step(model, seeds, None, training=True)
             noted, _ = one_step(worker_batch)
             of_replicas = [self._of_replica(noted, i) for i in range(self.placement.local_replicas)]
@@ -327,7 +327,7 @@ class StepComparison:
             try:
                 with self._alone() as alone:
                     step = steps.step_of(model, "train_step")
-                    step = alone.compiled(recording.recorded(step, device_notes.append))
+                    step = alone.compiled(recording.returning_notes(step, device_notes.append))
                     plain, perturbed = (
                         [np.asarray(v) for v in alone.call(step, batch, is_perturbed=p)]
                         for p in (False, True)
