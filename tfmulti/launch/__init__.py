@@ -10,6 +10,8 @@
    through `heartbeat`, and `shim` writes error.json if the program fails.
 5. `Watch` reads these reports until all workers have ended or one has failed. Then `policy` decides
    whether the supervisor makes another attempt.
+6. `supervisor.report` prints which worker has failed. The words come from `Watch` and from
+   `policy.describe_exit`.
 
 On each machine a `Guard` process ends the workers if the launcher or the agent dies. The package
 needs nothing but the standard library, so that the launcher starts fast.

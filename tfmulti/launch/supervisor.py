@@ -43,10 +43,11 @@ from tfmulti.launch.worker_group import WorkerGroup
 # How long the launcher waits after the first failure, for workers that have failed before it.
 SETTLE_S = 0.1
 
-# The same if a running worker has written an error down, and must still end.
+# How long it waits if a worker has reported an error, but still runs.
 FAILING_S = 1.0
 
-# The same if every failure follows from another one. A lost machine is noticed after LOST_S.
+# How long it waits if each failure is a consequence of another one. The launcher notices a lost
+# machine after LOST_S.
 CAUSE_S = LOST_S + 2.0
 
 
