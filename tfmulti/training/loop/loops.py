@@ -360,10 +360,7 @@ def predict(
 def run(
     model: keras.Model, execute: Execution, source: Any, count: int, votes: Votes
 ) -> StepResult:
-    """Runs an execution and returns its result. Every worker calls it.
-
-    Returns:
-        The result, whose `votes` are `Votes` of whole numbers.
+    """Runs an execution and returns its result, with `Votes`. Every worker calls it.
 
     Raises:
         DataError: the workers have read different batches. All workers raise it.
@@ -381,19 +378,19 @@ def run(
             "shuffles alike everywhere."
         )
     # The votes are copied from the device only once.
-    return result._replace(votes=Votes(*np.asarray(result.votes).tolist()))
+    return result._replace(votes=Votes(*np.asarray(result.votes).astype(int).tolist()))
 
 
 def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps: int = 0) -> Votes:
     """Returns this worker's votes, with the signal that it got."""
     state = state_of(model)
     return Votes(
-        requested=float(stop),
-        sigint=float(state.interrupted == "SIGINT"),
-        sigterm=float(state.interrupted == "SIGTERM"),
-        checkpoint=float(checkpoint),
-        steps=float(steps),
-        comparison=float(state.wants_comparison),
+        requested=int(stop),
+        sigint=int(state.interrupted == "SIGINT"),
+        sigterm=int(state.interrupted == "SIGTERM"),
+        checkpoint=int(checkpoint),
+        steps=steps,
+        comparison=int(state.wants_comparison),
     )
 
 
@@ -447,7 +444,7 @@ def _steps_wanted(model: keras.Model, per_execution: StepsPerExecution) -> int:
 
 def _summed(model: keras.Model, votes: Votes) -> Votes:
     """Returns each vote summed over all workers, for decisions outside of an execution."""
-    of_workers = gather(model.distribute_strategy, [int(vote) for vote in votes])
+    of_workers = gather(model.distribute_strategy, votes)
     return Votes(*map(sum, zip(*of_workers, strict=True)))
 
 
