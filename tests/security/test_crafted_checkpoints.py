@@ -130,7 +130,8 @@ def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, has_positio
 
     def change(tree: dict[str, Any]) -> None:
         state = tree.pop("feeds")["training"]
-        tree["passes"] = {"training": state.pop("passes") + tree["progress"]["goes_on"]}
+        tree["progress"]["goes_on"] = True
+        tree["passes"] = {"training": state.pop("passes") + 1}
         tree["unread"] = {"training": state.pop("unread")}
         tree["positions"] = {"training": state if has_position else None}
 
@@ -193,7 +194,7 @@ def test_a_position_after_the_last_epoch_reads_no_data(tmp_path: Path) -> None:
     trained(tmp_path, kind="generator")
 
     def change(tree: dict[str, Any]) -> None:
-        tree["progress"].update(epoch=10**12, step=0, goes_on=False)
+        tree["progress"].update(epoch=10**12, step=0)
         tree["feeds"]["training"].update(passes=10**12)
 
     crafted(tmp_path, change)

@@ -118,7 +118,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     callbacks, state, manager = training.callbacks, state_of(model), training.manager
     resumed = manager.start() if manager else None
     progress = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
-    logs, is_open = dict(progress.logs), False
+    logs = dict(progress.logs)
     heartbeat().begin()
     has_trained, clock = False, StepClock()
     has_ended = progress.epoch >= training.epochs
@@ -134,13 +134,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(progress.epoch)
-        if not is_open:
-            training.feed.begin_pass(training.first_step(progress), progress.batches)
-            is_open = progress.goes_on = True
-        if manager is not None and resumed:
-            # Reading the data again may have drawn random numbers, so this comes last.
-            manager.restore_random_states()
-        resumed, has_trained = None, True
+        has_trained = True
         has_no_more, stopped = _epoch(model, training, progress, clock)
         logs = dict(progress.logs)
         # Histories hold whole epochs only.
@@ -152,9 +146,6 @@ def train(model: keras.Model, training: Training) -> Logs:
         with repeated or contextlib.nullcontext():
             if is_pass_over:
                 training.feed.end_pass(complete=not stopped)
-                is_open = False
-            else:
-                training.feed.end_epoch()
             if validates:
                 logs |= _validated(model, training)
         if state.run.stopped_by is not None:
@@ -162,7 +153,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         callbacks.on_epoch_end(progress.epoch, logs)
         progress.epoch, progress.step, progress.logs = progress.epoch + 1, 0, logs
         if is_pass_over:
-            progress.goes_on, progress.batches = False, 0
+            progress.batches = 0
         votes = votes_of(model, stop=bool(model.stop_training))
         if _stops(model, votes, _summed(model, votes)):
             progress.is_over = state.run.stopped_by is None
@@ -172,8 +163,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             manager.end_epoch(progress)
     if manager is not None and has_trained:
         manager.save(progress, wait=True)
-    if is_open:
-        training.feed.end_pass()
+    training.feed.end_pass()
     return logs
 
 
@@ -209,13 +199,10 @@ def _lost_in_pass(model: keras.Model, feed: Feed, result: StepResult, before: in
     return before + lost
 
 
-def _source(feed: Feed, steps: int | None) -> Any:
-    """Returns what the next execution takes its batches from, or None at the end of the data.
-
-    It is the queue or the iterator of the feed if the number of steps is known, or else one batch.
-    """
+def _take(feed: Feed, step: int, steps: int | None) -> Any:
+    """Does what `Feed.take` does, and tells why the data cannot be read."""
     with data_faults_explained(feed):
-        return next(feed, None) if steps is None else feed.source(steps)
+        return feed.take(step, steps)
 
 
 def _epoch(
@@ -238,8 +225,8 @@ def _epoch(
         if per_pass and (earlier + first) % per_pass == 0:
             progress.lost = 0
         count = last - first + 1
-        take = functools.partial(_source, training.feed, count if is_long_enough else None)
-        source = clock.waiting(take)
+        steps = count if is_long_enough else None
+        source = clock.waiting(functools.partial(_take, training.feed, earlier + first, steps))
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
             progress.logs = as_floats(progress.logs)
@@ -295,14 +282,13 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Logs = {}
-    feed.begin_pass()
     is_long_enough, batches, lost = feed.data.holds(count), 0, 0
     stops = False
     for first, last in _executions(
         count, StepsPerExecution(model.steps_per_execution if is_long_enough else 1)
     ):
         steps = last - first + 1
-        source = _source(feed, steps if is_long_enough else None)
+        source = _take(feed, first, steps if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
@@ -336,10 +322,9 @@ def predict(
     callbacks.on_predict_begin()
     batches = []
     several = placement_of(model.distribute_strategy).workers > 1
-    feed.begin_pass()
     is_long_enough = feed.data.holds(count)
     for first, last in _executions(count, StepsPerExecution(1)):
-        source = _source(feed, 1 if is_long_enough else None)
+        source = _take(feed, first, 1 if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
