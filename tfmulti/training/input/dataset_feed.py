@@ -207,9 +207,10 @@ class DatasetFeed(Feed):
                 self.end_pass(complete=number < state.get("unread", 0))
         if has_ended:
             self._skip_pass()
-        elif batches:
+            return
+        if batches:
             self._begin()
-        for number in range(skipped, 0 if has_ended else batches):
+        for number in range(skipped, batches):
             if next(self._iterator, None) is None:
                 raise DataError(
                     f"the data has ended after {number} batches, but {batches} had been trained "

@@ -73,15 +73,6 @@ class Training:
         """The steps of an epoch, or None if only reading tells it."""
         return self.steps_per_epoch or self.feed.data.steps
 
-    @property
-    def steps_per_pass(self) -> int | None:
-        """The steps of one pass if the iterator goes on over all epochs, or None."""
-        return self.feed.data.steps if self.feed.data.endless else None
-
-    def first_step(self, progress: Progress) -> int:
-        """Returns the next step, counted over all epochs."""
-        return progress.epoch * (self.steps or 0) + progress.step
-
     def steps_left(self, progress: Progress) -> int:
         """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
         return (self.epochs - progress.epoch) * (self.steps or 0) - progress.step
@@ -216,11 +207,12 @@ def _epoch(
     state, manager = state_of(model), training.manager
     placement = placement_of(model.distribute_strategy)
     clock.begin()
-    stops = False
+    has_ended = stops = False
     is_long_enough = training.has_all_batches(progress)
     per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
-    per_pass = training.steps_per_pass if state.reading.skips_bad else None
-    earlier = training.first_step(progress) - progress.step
+    data = training.feed.data
+    per_pass = data.steps if data.endless and state.reading.skips_bad else None
+    earlier = progress.epoch * (training.steps or 0)
     for first, last in _executions(training.steps, per_execution, progress.step, per_pass, earlier):
         if per_pass and (earlier + first) % per_pass == 0:
             progress.lost = 0
@@ -229,9 +221,8 @@ def _epoch(
         source = clock.waiting(functools.partial(_take, training.feed, earlier + first, steps))
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
-            progress.logs = as_floats(progress.logs)
-            clock.stop(state, training.feed)
-            return True, False
+            has_ended = True
+            break
         training.callbacks.on_train_batch_begin(first)
         votes = votes_of(
             model,
@@ -265,7 +256,7 @@ def _epoch(
             break
     progress.logs = as_floats(progress.logs)
     clock.stop(state, training.feed)
-    return False, stops
+    return has_ended, stops
 
 
 def evaluate(
