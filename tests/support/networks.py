@@ -26,6 +26,7 @@ StrictModes no
 PasswordAuthentication no
 UsePAM no
 PermitRootLogin yes
+Subsystem sftp internal-sftp
 """
 SSH_CONFIG = """
 Host *
@@ -77,7 +78,11 @@ class Hosts:
 
     def ssh(self) -> str:
         """Returns what --ssh is given."""
-        return f"ssh -F {self._folder}/ssh_config"
+        return f"ssh -F {self.ssh_config}"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self._folder / "ssh_config"
 
     def cut_off(self, host: int) -> None:
         """From now on the packets from and to a host are dropped; it does not see why."""
@@ -119,7 +124,7 @@ class Hosts:
         for key in ("key", "host_key"):
             argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
             subprocess.run(argv, check=True)
-        (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+        self.ssh_config.write_text(SSH_CONFIG.format(folder=folder))
         Path("/run/sshd").mkdir(exist_ok=True)
         server = program("sshd")
         assert server is not None
@@ -132,7 +137,7 @@ class Hosts:
         deadline = time.monotonic() + 10
         for host in range(1, self.count + 1):
             while subprocess.run(
-                ["ssh", "-F", f"{folder}/ssh_config", self.address(host), "true"],
+                ["ssh", "-F", str(self.ssh_config), self.address(host), "true"],
                 capture_output=True,
                 check=False,
             ).returncode:
