@@ -143,11 +143,12 @@ def test_an_array_of_jobs(slurm: Slurm) -> None:
 
 
 def test_a_failed_program_is_not_requeued(slurm: Slurm) -> None:
-    job = slurm.submit(BatchScript(program=(*FIT, "--epochs", "0"), name="wrong").text)
+    program = (*FIT, "--environment", "kubernetes")
+    job = slurm.submit(BatchScript(program=program, name="wrong").text)
     about = slurm.wait(job, 60)
     assert (about["JobState"], about["Restarts"], about["ExitCode"]) == ("FAILED", "0", "2:0")
     output = (slurm.folder / f"wrong-{job}.out").read_text()
-    assert "tfmulti: --epochs is 0, but it must be at least 1." in output
+    assert "tfmulti: --environment kubernetes was asked for, but it has not started" in output
 
 
 # A program that ends as a run does that has saved, and that succeeds when it starts again.

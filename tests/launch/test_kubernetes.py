@@ -294,7 +294,10 @@ def test_the_programs_arguments_are_not_changed() -> None:
         ),
         ("--image i --wrokers 3 -- a.py", "no flag --wrokers; did you mean 'workers'? Known: "),
         ("--image i --work 3 -- a.py", "no flag --work; did you mean 'workers'? Known: "),
-        ("--image i train.py", "unexpected argument 'train.py'. See tfmulti kubernetes --help."),
+        ("--image i train.py", "unexpected argument 'train.py'. Write the program after --: tfm"),
+        ("--image i -m a", "unexpected argument '-m'. Write the program after --: tfmulti kuber"),
+        ("--image i -- -m tfmulti.fit --epoch 3", "no flag --epoch; did you mean 'epochs'?"),
+        ("--image i -- -m tfmulti.fit --epochs 0", "--epochs is 0, but it must be at least 1."),
         ("--image", "--image: expected one argument. See tfmulti kubernetes --help."),
         *(
             (f"--image i --{flag} {value} -- a.py", f"--{flag} is '{value}', but it must look like")
@@ -551,7 +554,7 @@ def test_sigterm_ends_a_pod_that_has_not_begun(two: Hosts, tmp_path: Path, waits
 
 @in_networks
 def test_a_mistake_ends_the_job(two: Hosts, tmp_path: Path) -> None:
-    job = parts_of(program=(*FIT, "--epochs", "0"), name="job")["Job"]
+    job = parts_of(program=(*FIT, "--environment", "slurm"), name="job")["Job"]
     with processes(tmp_path / "logs") as group:
         pods = Pods(job, tmp_path, two, group)
         pods.start(0, 1)
