@@ -191,7 +191,7 @@ def test_counts_of_the_progress_are_whole_numbers(tmp_path: Path, name: str, val
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("logs", None), ("logs", [1]), ("logs", "text"), ("goes_on", 1), ("is_over", np.zeros(0))],
+    [("logs", None), ("logs", [1]), ("logs", "text"), ("is_over", np.zeros(0))],
 )
 def test_the_rest_of_the_progress_has_its_types(tmp_path: Path, name: str, value: Any) -> None:
     trained(tmp_path)

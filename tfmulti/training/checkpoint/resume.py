@@ -268,7 +268,7 @@ class CheckpointManager:
             for name in ("epoch", "step", "batches", "lost"):
                 _check_count(f"progress.{name}", getattr(progress, name))
             _check_count("progress.batches", progress.batches, self._record.step)
-            for name, kind in (("logs", dict), ("goes_on", bool), ("is_over", bool)):
+            for name, kind in (("logs", dict), ("is_over", bool)):
                 if type(getattr(progress, name)) is not kind:
                     raise ValueError(f"progress.{name} is not a {kind.__name__}")
             return progress
