@@ -24,5 +24,6 @@ USER 1000
 WORKDIR /app
 
 ENTRYPOINT []
-# The shim is the first process of the container and lets SIGTERM end the program at any time.
-CMD ["python", "-m", "tfmulti.launch.shim", "-m", "tfmulti.fit"]
+# The shim is the first process of the container and lets SIGTERM end the program at any time. `env`
+# makes a SIGTERM wait that comes before Python runs; without it Linux would drop the signal.
+CMD ["env", "--block-signal=TERM", "python", "-m", "tfmulti.launch.shim", "-m", "tfmulti.fit"]

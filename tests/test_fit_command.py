@@ -30,6 +30,7 @@ from tests.support.processes import (
     reserved,
     tf_config,
 )
+from tfmulti.config.console import number
 from tfmulti.data.formats.record_index import index_of
 from tfmulti.launch.heartbeat import read_progress
 
@@ -71,6 +72,10 @@ def test_the_first_command_learns_digits(first: tuple[Path, Finished]) -> None:
     assert report["examples"] == 15 * 1197
     # The seconds count tracing and validation, and the examples per second do not.
     assert report["examples_per_second"] > report["examples"] / report["seconds"]
+    assert (
+        f"speed      285 steps, 17,955 examples in {number(report['seconds'])} s; "
+        f"{number(report['examples_per_second'])} examples/s in the steps alone, without tracing"
+    ) in done.stdout
     for words in (
         "strategy   mirrored (",
         "no GPU found",
@@ -306,6 +311,7 @@ def test_two_replicas_and_two_workers_train_as_one_device(
         speed = report["throughput"]
         assert 0 < speed["steps"] <= report["steps"] - 1  # without what was traced
         assert speed["examples_per_sec"] == pytest.approx(speed["examples"] / speed["seconds"])
+        assert report["examples_per_second"] == pytest.approx(speed["examples_per_sec"])
         assert speed["device_examples_per_sec"] == pytest.approx(speed["examples_per_sec"] / 2)
     assert report_of(tmp_path, "replicas")["strategy"] == "mirrored"
     assert report_of(tmp_path, "workers")["strategy"] == "multi_worker_mirrored"

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tests.support import networks
-from tests.support.processes import ROOT, processes, run
+from tests.support.forked import Forks, run
+from tests.support.processes import ROOT, processes
 from tfmulti.launch.addresses import reserved
 
 pytestmark = pytest.mark.processes
@@ -49,7 +50,7 @@ def train(
 ) -> float:
     """Runs the example in a process for each environment, and returns the chief's loss."""
     (folder / "train.py").write_text(blocks("python")[0])
-    with processes(folder / "logs") as group:
+    with processes(folder / "logs", None if any(before) else Forks) as group:
         for env, words in zip(envs, before, strict=True):
             group.start(["train.py"], env={**env, **HERE}, cwd=folder, before=words)
         done = group.wait(LIMIT_S)

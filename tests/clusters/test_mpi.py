@@ -10,49 +10,80 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import networks
+from tests.support.networks import Hosts
 from tests.support.processes import ROOT, clean_env
 
 pytestmark = pytest.mark.mpi
 
 LIMIT_S = 200
-FIT = ["-m", "tfmulti.fit", "--epochs", "1", "--verbose", "2"]
+FIT = ["-m", "tfmulti.fit", "--epochs", "1"]
 DEBIAN = "debian"
 # Open MPI 5, which starts processes by PRRTE; MPICH and Intel MPI, which start them by Hydra.
 HYDRAS = ("mpich", "impi-rt")
 ENGINES = (DEBIAN, "openmpi", *HYDRAS)
-_OPEN_MPI = ("--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else []))
+_OPEN_MPI = ["--allow-run-as-root"] if os.getuid() == 0 else []
+
+
+def program(engine: str) -> str:
+    """Returns the path of an mpirun, or skips the test if it is not installed."""
+    where = os.environ.get("TFMULTI_TEST_MPI", "/nowhere")
+    path = "/usr/bin" if engine == DEBIAN else f"{where}/{engine}/bin"
+    found = shutil.which("mpiexec", path=path)
+    if found is None:
+        pytest.skip(f"mpiexec is not in {path} (TFMULTI_TEST_MPI)")
+    return found
 
 
 def command(engine: str, count: int) -> list[str]:
-    """Returns the command of an mpirun, or skips the test if it is not installed."""
-    where = os.environ.get("TFMULTI_TEST_MPI", "/nowhere")
-    path = "/usr/bin" if engine == DEBIAN else f"{where}/{engine}/bin"
-    program = shutil.which("mpiexec", path=path)
-    if program is None:
-        pytest.skip(f"mpiexec is not in {path} (TFMULTI_TEST_MPI)")
-    return [program, *(_OPEN_MPI if engine not in HYDRAS else ()), "-n", str(count)]
+    """Returns the command that starts processes on this machine."""
+    more = [] if engine in HYDRAS else [*_OPEN_MPI, "--oversubscribe"]
+    return [program(engine), *more, "-n", str(count)]
+
+
+def on_two_hosts(hosts: Hosts, engine: str, each: int) -> tuple[list[str], dict[str, str]]:
+    """Returns the command that starts `each` processes on h1 and as many on h2, and its variables.
+
+    Their mpi4py has the MPI library of this mpirun.
+    """
+    # Open MPI 5 puts all processes on one host if that may have more of them than slots.
+    where = [*_OPEN_MPI, "--host", f"h1:{each},h2:{each}", "-x", "LD_LIBRARY_PATH"]
+    if engine in HYDRAS:
+        where = ["-hosts", "h1,h2", "-ppn", str(each)]
+    library = Path(program(engine)).parents[1] / "lib"
+    env = {"PATH": hosts.search_path, "LD_LIBRARY_PATH": str(library)}
+    return [*hosts.inside(1), program(engine), *where, "-n", str(2 * each)], env
 
 
 def mpirun(
-    folder: Path, count: int, *argv: str, engine: str = DEBIAN
+    folder: Path, words: list[str], *argv: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python in processes of one mpirun, and returns what it printed."""
     return subprocess.run(
-        [*command(engine, count), sys.executable, *argv],
+        [*words, sys.executable, *argv],
         cwd=folder,
-        env=clean_env(),
+        env=clean_env(env),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Gives two hosts, h1 and h2, which reach each other by SSH."""
+    if (reason := networks.why_not()) is not None:
+        pytest.skip(reason)
+    with networks.hosts(2, tmp_path_factory.mktemp("network")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +101,22 @@ def report_of(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("engine", "count"), [(engine, 3 if engine == DEBIAN else 2) for engine in ENGINES]
-)
-def test_processes_of_mpirun_train_with_one_devices_numbers(
-    tmp_path: Path, one_device: dict[str, Any], engine: str, count: int
-) -> None:
-    done = mpirun(tmp_path, count, *FIT, "--run_dir", "all", engine=engine)
-    assert done.returncode == 0, done.stderr
-    found = report_of(tmp_path / "all")
-    assert found["replicas"] == count
-    for name, values in one_device["history"].items():
+def assert_the_same(found: dict[str, Any], one: dict[str, Any], replicas: int) -> None:
+    """Checks that a run has the losses of the run on one device."""
+    assert found["replicas"] == replicas
+    for name, values in one["history"].items():
         assert found["history"][name] == pytest.approx(values, rel=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_processes_of_two_hosts_train_with_one_devices_numbers(
+    tmp_path: Path, hosts: Hosts, one_device: dict[str, Any], engine: str
+) -> None:
+    """The commands of the page do the same with Debian's Open MPI."""
+    words, env = on_two_hosts(hosts, engine, 1)
+    done = mpirun(tmp_path, words, *FIT, "--run_dir", "all", env=env)
+    assert done.returncode == 0, done.stderr
+    assert_the_same(report_of(tmp_path / "all"), one_device, 2)
 
 
 # Each rank writes the cluster that it has found.
@@ -89,7 +124,7 @@ FINDS = """
 import json, os, sys
 from pathlib import Path
 from tfmulti.cluster.environments import find_cluster
-cluster, name = find_cluster({**os.environ, **json.loads(sys.argv[2])})
+cluster, name = find_cluster(os.environ)
 found = json.dumps([name, cluster.rank, *cluster.addresses])
 Path(f"{sys.argv[1]}_{cluster.rank}.json").write_text(found)
 """
@@ -102,13 +137,18 @@ def clusters(folder: Path, name: str, ranks: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_jobs_at_the_same_time_do_not_mix(tmp_path: Path, engine: str) -> None:
-    names = ("a", "b", "c")
+@pytest.mark.parametrize("has_two_hosts", [False, True], ids=["one host", "two hosts"])
+def test_jobs_at_the_same_time_do_not_mix(
+    tmp_path: Path, request: pytest.FixtureRequest, engine: str, has_two_hosts: bool
+) -> None:
+    names, words, env = ("a", "b"), command(engine, 4), {}
+    if has_two_hosts:
+        words, env = on_two_hosts(request.getfixturevalue("hosts"), engine, 2)
     jobs = [
         subprocess.Popen(
-            [*command(engine, 3), sys.executable, "-c", FINDS, name, "{}"],
+            [*words, sys.executable, "-c", FINDS, name],
             cwd=tmp_path,
-            env=clean_env(),
+            env=clean_env(env),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -122,13 +162,38 @@ def test_jobs_at_the_same_time_do_not_mix(tmp_path: Path, engine: str) -> None:
         for job in jobs:
             job.kill()
             job.wait()
+    on = ["h1", "h1", "h2", "h2"] if has_two_hosts else ["127.0.0.1"] * 4
     seen: set[str] = set()
     for name in names:
-        found = clusters(tmp_path, name, 3)
-        assert [about[:2] for about in found] == [["mpi", rank] for rank in range(3)]
+        found = clusters(tmp_path, name, 4)
+        assert [about[:2] for about in found] == [["mpi", rank] for rank in range(4)]
         assert all(about[2:] == found[0][2:] for about in found)
+        assert [address.partition(":")[0] for address in found[0][2:]] == on
         assert not seen & set(found[0][2:])
         seen |= set(found[0][2:])
+
+
+def test_mistakes_on_two_hosts_are_one_line(tmp_path: Path, hosts: Hosts) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "mpi4py.py").write_text("raise ImportError\n")
+    words, env = on_two_hosts(hosts, DEBIAN, 1)
+    env["PYTHONPATH"] = f"{tmp_path / 'first'}:{ROOT}"
+    done = mpirun(tmp_path, [*words, "-x", "PYTHONPATH"], *FIT, env=env)
+    line = "tfmulti: mpi: 2 processes run on several hosts, whose names mpirun does not tell. Inst"
+    check_mistake(done, line)
+    words, env = on_two_hosts(hosts, "mpich", 1)
+    # mpi4py loads the library of Debian's Open MPI.
+    del env["LD_LIBRARY_PATH"]
+    done = mpirun(tmp_path, words, *FIT, env=env)
+    line = "tfmulti: mpi: mpirun has started 2 processes, but mpi4py sees 1, since it uses anot"
+    check_mistake(done, line)
+
+
+def check_mistake(done: subprocess.CompletedProcess[str], line: str) -> None:
+    """Checks that each process has printed one line, unless mpirun ended it before."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(line) in (1, 2)
+    assert "Traceback" not in done.stderr
 
 
 DIES = """
@@ -156,40 +221,16 @@ print("all is trained")
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
-    done = mpirun(tmp_path, 2, "dies.py")
+    done = mpirun(tmp_path, command(DEBIAN, 2), "dies.py")
     assert done.returncode != 0
     assert "rank 1 is killed" in done.stdout
     assert "all is trained" not in done.stdout
     assert "signal 9 (Killed)" in done.stdout + done.stderr
 
 
-# As on two hosts, of which mpirun does not tell the names: mpi4py does.
-ALONE = {
-    DEBIAN: {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-    "mpich": {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"},
-}
-
-
-@pytest.mark.parametrize("engine", ALONE)
-def test_mpi4py_tells_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    pytest.importorskip("mpi4py", reason="the extra mpi is not installed")
-    if engine != DEBIAN:
-        # mpi4py loads the MPI library that the system finds first.
-        library = Path(command(engine, 2)[0]).parents[1] / "lib"
-        monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
-    done = mpirun(tmp_path, 2, "-c", FINDS, "all", json.dumps(ALONE[engine]), engine=engine)
-    assert done.returncode == 0, done.stderr
-    first, second = clusters(tmp_path, "all", 2)
-    assert [first[:2], second[:2]] == [["mpi", 0], ["mpi", 1]]
-    assert first[2:] == second[2:]
-    assert all(address.startswith(f"{socket.gethostname()}:") for address in first[2:])
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_environment_is_shown(tmp_path: Path, engine: str) -> None:
-    done = mpirun(tmp_path, 2, "-m", "tfmulti", "env", "--json", engine=engine)
+    done = mpirun(tmp_path, command(engine, 2), "-m", "tfmulti", "env", "--json")
     decoder, text, found = json.JSONDecoder(), done.stdout.strip(), []
     while text:
         # mpirun may print the lines of two ranks as one.
@@ -209,40 +250,39 @@ import tfmulti
 strategy = tfmulti.make_strategy()
 print(f"the script has {strategy.num_replicas_in_sync} replicas", flush=True)
 """
-# The hosts of the page are all this machine, whose cores are few.
-CHANGED = {
-    "-np 4": "-np 2",
-    "h1:2,h2:2": "localhost:2",
-    "CHIEF_HOST=h1": "CHIEF_HOST=localhost",
-    "/shared/a": "shared",
-}
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "mpi.md").read_text(), re.M | re.S)
+# This machine has few cores, and an epoch shows enough.
+CHANGED = {"h1:2,h2:2": "h1:1,h2:1", "/shared/": "", "tfmulti.fit": "tfmulti.fit --epochs 1"}
 
 
-@pytest.mark.parametrize(("number", "run_dir"), [(0, "runs/digits"), (1, "shared"), (2, "shared")])
-def test_the_commands_of_the_page_run(tmp_path: Path, number: int, run_dir: str) -> None:
-    program = command(DEBIAN, 2)[0]
-    commands = BLOCKS[number]
+@pytest.mark.parametrize(
+    ("number", "run_dir", "count"), [(0, "runs/digits", 3), (1, "a", 2), (2, "a", 2)]
+)
+def test_the_commands_of_the_page_run(
+    tmp_path: Path, hosts: Hosts, one_device: dict[str, Any], number: int, run_dir: str, count: int
+) -> None:
+    program(DEBIAN)
+    commands = BLOCKS[number].replace("-np 4", f"-np {count}")
     for before, after in CHANGED.items():
         commands = commands.replace(before, after)
     (tmp_path / "train.py").write_text(TRAIN)
-    allowed = dict.fromkeys(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"], "1") | {
-        "OMPI_MCA_rmaps_base_oversubscribe": "1"
-    }
-    # `python` is that of the tests.
-    path = [str(Path(sys.executable).parent), str(Path(program).parent), os.environ["PATH"]]
+    env = dict.fromkeys(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"], "1")
+    env |= {"OMPI_MCA_rmaps_base_oversubscribe": "1", "PATH": hosts.search_path}
     done = subprocess.run(
-        ["bash", "-euc", commands],
+        [*hosts.inside(1), "bash", "-euc", commands],
         cwd=tmp_path,
-        env=clean_env({**allowed, "PATH": os.pathsep.join(path)}),
+        env=clean_env(env),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert report_of(tmp_path / run_dir)["replicas"] == 2
+    assert_the_same(report_of(tmp_path / run_dir), one_device, count)
     # mpirun may print the lines of two ranks as one.
-    assert done.stdout.count("the script has 2 replicas") == commands.count("train.py") * 2
+    found = done.stdout.count(f"the script has {count} replicas")
+    assert found == commands.count("train.py") * count
+    # The second command names the hosts, but no secret.
+    assert done.stderr.count("run on several hosts without TFMULTI_SECRET") == (number == 1)
 
 
 def test_each_block_of_the_page_is_run() -> None:

@@ -153,11 +153,25 @@ def test_callbacks_stop_early_and_lower_the_learning_rate(results: list[Any]) ->
     assert best[-1] == min(losses) < losses[-1]
 
 
-@behaviour(numbers.losses_of_two_outputs, at=few(TWO_REPLICAS, of=EVERYWHERE))
+@behaviour(numbers.losses_of_two_outputs, at=few(*SEVERAL, of=EVERYWHERE))
 def test_losses_of_outputs_are_those_of_keras(results: list[Any]) -> None:
-    for kind_loss, size_loss, expected_kind, expected_size in results:
+    """The last of three batches has 13 rows, and the others 24."""
+    for kind_loss, size_loss, expected_kind, expected_size, trained, plain in results:
         assert kind_loss == pytest.approx(expected_kind, abs=1e-6)
         assert size_loss == pytest.approx(expected_size, abs=1e-5)
+        assert trained.keys() == plain.keys() >= {"kind_loss", "size_loss"}
+        for name, values in plain.items():
+            assert trained[name] == pytest.approx(values, abs=1e-5)
+
+
+@behaviour(numbers.losses_of_predictions_that_are_not_understood, at=SEVERAL)
+def test_a_loss_may_compare_rows_whose_origin_is_not_understood(
+    results: list[Any], one_device: Any
+) -> None:
+    for worker in results:
+        for found, expected in zip(worker, one_device, strict=True):
+            for name, values in expected.items():
+                assert found[name] == pytest.approx(values, abs=1e-5)
 
 
 @behaviour(numbers.steps_counted_with_microbatches, at=few(TWO_REPLICAS, of=SEVERAL))

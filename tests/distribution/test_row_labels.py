@@ -196,6 +196,25 @@ def test_a_label_describes_how_a_value_depends_on_the_rows(name: str) -> None:
     assert label.kind is kind
 
 
+WITHOUT_RULE: dict[str, Callable[[Any], Any]] = {
+    "Betainc": lambda x: tf.math.betainc(x, x, x),
+    "FFT": lambda x: tf.math.real(tf.signal.fft(tf.complex(x, x))),
+    "MatrixBandPart": lambda x: tf.linalg.band_part(x, 0, 0),
+    "Roll": lambda x: tf.roll(x, 1, 0),
+    "ScatterNd": lambda x: tf.scatter_nd([[0]], x[:1], tf.shape(x)),
+    "UnsortedSegmentSum": lambda x: tf.math.unsorted_segment_sum(x[:, 0], tf.argmax(x, -1), 4),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_RULE)
+def test_an_operation_without_a_rule_may_depend_on_all_rows(name: str) -> None:
+    """Its value is computed from the rows of all replicas, also if each row has its own value."""
+    assert name not in row_rules._RULES
+    compute, label = _traced(WITHOUT_RULE[name])
+    assert name in {op.type for op in compute.graph.get_operations()}
+    assert label.kind is Kind.GLOBAL
+
+
 def test_parts_that_were_concatenated_are_kept_apart() -> None:
     _, label = _traced(lambda x: tf.nn.relu(tf.concat([x, tf.reshape(x, [-1, 2, 2])[:, 0]], -1)))
     assert label.parts == (1,)

@@ -28,6 +28,8 @@ kill -KILL "$pause"
 exit "$code"
 """
 SHARED = ["unshare", "--pid", "--mount", "sh", "-c", _SHARED, "-"]
+# Before the command of the image.
+BLOCKED = ["env", "--block-signal=TERM"]
 
 
 def why_not() -> str | None:
@@ -91,7 +93,11 @@ def started(program: str, folder: Path, container: list[str]) -> Iterator[Proces
     ],
     ids=["done", "exit", "killed", "sigterm", "handler", "sigwait"],
 )
-@pytest.mark.parametrize("container", [CONTAINER, SHARED], ids=["PID 1", "shared"])
+@pytest.mark.parametrize(
+    "container",
+    [CONTAINER, SHARED, [*CONTAINER, *BLOCKED], [*SHARED, *BLOCKED]],
+    ids=["PID 1", "shared", "PID 1, blocked", "shared, blocked"],
+)
 def test_a_container_ends_with_the_code_of_its_program(
     container: list[str], program: str, code: int, tmp_path: Path
 ) -> None:
@@ -100,9 +106,10 @@ def test_a_container_ends_with_the_code_of_its_program(
     assert done.returncode == code, done.stderr
 
 
-def test_sigterm_ends_a_container_before_python_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("container", [SHARED, [*CONTAINER, *BLOCKED]], ids=["shared", "PID 1"])
+def test_sigterm_ends_a_container_before_python_runs(container: list[str], tmp_path: Path) -> None:
     """As PID 1, the process would not get the signal, and the program would run to its end."""
-    with started("print('ended by itself')", tmp_path, SHARED) as group:
+    with started("print('ended by itself')", tmp_path, container) as group:
         deadline = time.monotonic() + LIMIT_S
         while not (
             found := [p for p in children_of(group.pid(0)) if program_of(p).startswith("python")]

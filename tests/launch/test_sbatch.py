@@ -18,6 +18,7 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import sbatch
 from tfmulti.launch.sbatch import BatchScript
 
+FIT = ("-m", "tfmulti.fit")
 JOB = {"SLURM_JOB_ID": "7"}
 ELEMENT = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "2"}
 
@@ -126,7 +127,7 @@ def test_numbers_of_the_job_in_arguments(tmp_path: Path) -> None:
 def test_a_run_directory_is_added_that_stays_the_same(
     tmp_path: Path, array: str | None, words: tuple[str, ...], expected: list[str]
 ) -> None:
-    script = BatchScript(program=("-m", "tfmulti.fit", *words), array=array)
+    script = BatchScript(program=(*FIT, *words), array=array)
     done = run(tmp_path, script, ELEMENT if array else JOB)
     assert done.stdout.splitlines()[5:] == expected
 
@@ -169,6 +170,9 @@ def test_a_job_that_must_not_be_requeued(tmp_path: Path) -> None:
     [
         ({"program": ()}, "no program was given. Write it after --"),
         ({"program": ("-m",)}, "no program was given"),
+        ({"program": (*FIT, "--epoch", "3")}, "no flag --epoch; did you mean 'epochs'?"),
+        ({"program": (*FIT, "--seed", "%a", "--epochs", "0")}, "--epochs is 0, but it must be at"),
+        ({"program": (*FIT, "--config", "a.json", "more")}, "the argument 'more' belongs to no fl"),
         ({"nodes": 0}, "--nodes is 0, but it must be at least 1"),
         ({"tasks_per_node": 0}, "--tasks-per-node is 0, but it must be at least 1"),
         ({"gpus_per_node": -1}, "--gpus-per-node is -1, but it must be at least 0"),
@@ -228,7 +232,14 @@ def test_options_that_only_begin_like_a_flag(option: str) -> None:
         (["--nodes", "２", "--", "a"], "--nodes: '２' is not a whole number. See tfmulti sbatch"),
         (["--nodes", "-1", "--", "a"], "--nodes: '-1' is not a whole number"),
         (["--nodes", "--", "a"], "--nodes: expected one argument"),
-        (["train.py"], "unexpected argument 'train.py'"),
+        (
+            ["train.py"],
+            "unexpected argument 'train.py'. Write the program after --: tfmulti sbatch",
+        ),
+        (
+            ["--nodes", "2", "-m", "a"],
+            "unexpected argument '-m'. Write the program after --: tfmul",
+        ),
         ([], "no program was given"),
         (["--submit", "--", "a"], "--submit: there is no sbatch on this machine"),
     ],
@@ -253,12 +264,11 @@ def test_the_command_prints_a_script_that_bash_reads(capsys: pytest.CaptureFixtu
         "--option",
         "partition=gpu",
         "--",
-        "-m",
-        "tfmulti.fit",
+        "train.py",
         "--",
         "--submit",
     ]
     assert sbatch.main(argv) == 0
     text = capsys.readouterr().out
-    assert "tfmulti.fit -- --submit --run_dir" in text
+    assert "train.py -- --submit\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, env=os.environ).returncode == 0

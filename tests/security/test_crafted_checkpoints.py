@@ -130,7 +130,8 @@ def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, has_positio
 
     def change(tree: dict[str, Any]) -> None:
         state = tree.pop("feeds")["training"]
-        tree["passes"] = {"training": state.pop("passes") + tree["progress"]["goes_on"]}
+        tree["progress"]["goes_on"] = True
+        tree["passes"] = {"training": state.pop("passes") + 1}
         tree["unread"] = {"training": state.pop("unread")}
         tree["positions"] = {"training": state if has_position else None}
 
@@ -188,12 +189,43 @@ def test_counts_of_the_progress_are_whole_numbers(tmp_path: Path, name: str, val
         trained(tmp_path, epochs=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logs", None), ("logs", [1]), ("logs", "text"), ("is_over", np.zeros(0))],
+)
+def test_the_rest_of_the_progress_has_its_types(tmp_path: Path, name: str, value: Any) -> None:
+    trained(tmp_path)
+    crafted(tmp_path, lambda tree: tree["progress"].update({name: value}))
+    with pytest.raises(ResumeError, match=rf"progress\.{name} is not a (dict|bool)"):
+        trained(tmp_path, epochs=3)
+
+
+@pytest.mark.parametrize("position", [-1, 625, 10**6, 2**31 - 1])
+def test_numpys_generator_stays_within_its_numbers(tmp_path: Path, position: int) -> None:
+    """NumPy does not check the position, and read other memory of the process there."""
+    trained(tmp_path)
+    crafted(tmp_path, lambda tree: put_position(tree, position))
+    with pytest.raises(ResumeError, match="the position in NumPy's random numbers is"):
+        trained(tmp_path, epochs=3)
+
+
+def put_position(tree: dict[str, Any], position: int) -> None:
+    tree["model"]["random"]["numpy"][2] = position
+
+
+def test_the_state_of_keras_generator_has_numbers(tmp_path: Path) -> None:
+    trained(tmp_path)
+    crafted(tmp_path, lambda tree: tree["model"].update(generator=np.array("text")))
+    with pytest.raises(ResumeError, match="does not have the format of this version"):
+        trained(tmp_path, epochs=3)
+
+
 def test_a_position_after_the_last_epoch_reads_no_data(tmp_path: Path) -> None:
     """A number of passes that fits a made-up epoch would keep the run busy without end."""
     trained(tmp_path, kind="generator")
 
     def change(tree: dict[str, Any]) -> None:
-        tree["progress"].update(epoch=10**12, step=0, goes_on=False)
+        tree["progress"].update(epoch=10**12, step=0)
         tree["feeds"]["training"].update(passes=10**12)
 
     crafted(tmp_path, change)

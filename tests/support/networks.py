@@ -1,5 +1,6 @@
 """Several hosts on one machine: network namespaces with addresses of their own and sshd in each.
 
+Each host has a name of its own, `h1` and so on, which resolves on the hosts of its network alone.
 Needs root, iproute2 and an OpenSSH server; `why_not` says what is missing.
 """
 
@@ -10,10 +11,13 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.support.processes import ROOT
 
 NUMBERS = range(1, 251)
 SSHD_CONFIG = """
@@ -26,6 +30,8 @@ StrictModes no
 PasswordAuthentication no
 UsePAM no
 PermitRootLogin yes
+Subsystem sftp internal-sftp
+SetEnv HOME={folder} PATH={path} PYTHONPATH={root}
 """
 SSH_CONFIG = """
 Host *
@@ -66,18 +72,28 @@ class Hosts:
 
     def inside(self, host: int) -> list[str]:
         """Returns the words before a command that runs on a host."""
-        return [_ip(), "netns", "exec", self.name(host)]
+        return [_ip(), "netns", "exec", self.name(host), *_named(f"h{host}")]
 
-    def on_network(self, host: int) -> list[str]:
-        """Returns the words before a command with a host's network, but with this machine's /sys.
+    def on_network(self, host: int, name: str) -> list[str]:
+        """Returns the words before a command with a host's network and a name of its own.
 
-        Slurm's daemon looks there for control groups, which `ip netns exec` hides.
+        It sees this machine's /sys, which `ip netns exec` hides. Slurm's daemon looks there for
+        control groups.
         """
-        return ["nsenter", f"--net=/run/netns/{self.name(host)}"]
+        return ["nsenter", f"--net=/run/netns/{self.name(host)}", *_named(name)]
 
     def ssh(self) -> str:
         """Returns what --ssh is given."""
-        return f"ssh -F {self._folder}/ssh_config"
+        return f"ssh -F {self.ssh_config}"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self._folder / "ssh_config"
+
+    @property
+    def search_path(self) -> str:
+        """PATH on a host: `python` is that of the tests, and `ssh` reaches the other hosts."""
+        return f"{self._folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def cut_off(self, host: int) -> None:
         """From now on the packets from and to a host are dropped; it does not see why."""
@@ -103,7 +119,8 @@ class Hosts:
         _run("link", "add", self._bridge, "type", "bridge")
         _run("address", "add", f"{self.address(254)}/24", "dev", self._bridge)
         _run("link", "set", self._bridge, "up")
-        for host in range(1, self.count + 1):
+        numbers = range(1, self.count + 1)
+        for host in numbers:
             name, link = self.name(host), self._link(host)
             _run("netns", "add", name)
             _run("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -112,6 +129,11 @@ class Hosts:
             _run("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("-n", name, "link", "set", "eth0", "up")
             _run("-n", name, "link", "set", "lo", "up")
+            # `ip netns exec` shows a host the files in this folder in place of those in /etc.
+            _own_etc(name).mkdir(parents=True)
+            (_own_etc(name) / "hosts").write_text(
+                "127.0.0.1 localhost\n" + "".join(f"{self.address(i)} h{i}\n" for i in numbers)
+            )
         self._begin_ssh()
 
     def _begin_ssh(self) -> None:
@@ -119,22 +141,24 @@ class Hosts:
         for key in ("key", "host_key"):
             argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
             subprocess.run(argv, check=True)
-        (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+        self.ssh_config.write_text(SSH_CONFIG.format(folder=folder))
+        agent = folder / "ssh"
+        agent.write_text(f'#!/bin/sh\nexec {program("ssh")} -F {folder}/ssh_config "$@"\n')
+        agent.chmod(0o755)
         Path("/run/sshd").mkdir(exist_ok=True)
         server = program("sshd")
         assert server is not None
         for host in range(1, self.count + 1):
             path = folder / f"sshd_config_{host}"
-            path.write_text(SSHD_CONFIG.format(folder=folder, address=self.address(host)))
+            values = {"address": self.address(host), "path": self.search_path, "root": ROOT}
+            path.write_text(SSHD_CONFIG.format(folder=folder, **values))
             argv = [*self.inside(host), server, "-D", "-e", "-f", str(path)]
             with open(folder / f"sshd_{host}.log", "wb") as log:
                 self._servers.append(subprocess.Popen(argv, stderr=log))
         deadline = time.monotonic() + 10
         for host in range(1, self.count + 1):
             while subprocess.run(
-                ["ssh", "-F", f"{folder}/ssh_config", self.address(host), "true"],
-                capture_output=True,
-                check=False,
+                [agent, self.address(host), "true"], capture_output=True, check=False
             ).returncode:
                 if time.monotonic() > deadline:
                     log_text = (folder / f"sshd_{host}.log").read_text()
@@ -159,6 +183,7 @@ class Hosts:
                 _run("link", "del", self._link(host))
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("netns", "del", self.name(host))
+            shutil.rmtree(_own_etc(self.name(host)), ignore_errors=True)
         with contextlib.suppress(subprocess.CalledProcessError):
             _run("link", "del", self._bridge)
 
@@ -189,6 +214,16 @@ def hosts(count: int, folder: Path) -> Iterator[Hosts]:
         yield made
     finally:
         made.end()
+
+
+def _named(name: str) -> list[str]:
+    """Returns the words before a command that sees another name of this machine."""
+    return ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+
+
+def _own_etc(name: str) -> Path:
+    """Returns the folder with the files that a network namespace sees in /etc."""
+    return Path("/etc/netns") / name
 
 
 def program(name: str) -> str | None:

@@ -3,14 +3,13 @@
     python -m tests.support.slow_training FOLDER EPOCHS [wait]
 
 Each step takes at least 20 ms, so that a test can stop the training midway on a fast machine. With
-`wait`, each step after the fifth epoch takes half a second until Slurm has started the job again.
+`wait`, each step after the fifth epoch takes half a second until the folder has a file `go`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -29,9 +28,9 @@ LABELS = np.arange(len(ROWS)) % 3
 class Slow(keras.callbacks.Callback):
     """Makes each step slow, and writes the progress of the run after each epoch."""
 
-    def __init__(self, progress: Path, *, waits: bool) -> None:
+    def __init__(self, progress: Path, go: Path | None) -> None:
         super().__init__()
-        self._progress, self._waits, self._epoch = progress, waits, 0
+        self._progress, self._go, self._epoch = progress, go, 0
 
     def get_state(self) -> dict[str, int]:
         """Returns an empty state, because the attributes belong to this process."""
@@ -44,7 +43,8 @@ class Slow(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        time.sleep(WAITING_STEP_S if self._waits and self._epoch >= 5 else STEP_S)
+        waits = self._go is not None and self._epoch >= 5 and not self._go.exists()
+        time.sleep(WAITING_STEP_S if waits else STEP_S)
 
     def on_epoch_end(self, epoch: int, logs: object = None) -> None:
         with self._progress.open("a") as file:
@@ -64,7 +64,7 @@ def main(folder: Path, epochs: int, *, waits: bool = False) -> None:
     is_chief = resolver is None or resolver.task_id == 0
     checkpoint = tfmulti.Checkpoint(folder / "checkpoints", every_steps=STEPS)
     progress = folder / "progress.txt" if is_chief else Path("/dev/null")
-    slow = Slow(progress, waits=waits and "SLURM_RESTART_COUNT" not in os.environ)
+    slow = Slow(progress, folder / "go" if waits else None)
     history = model.fit(
         ROWS, LABELS, batch_size=8, epochs=epochs, verbose=0, callbacks=[checkpoint, slow]
     )

@@ -117,7 +117,9 @@ def started(folder: Path, cores: int = 4) -> Iterator[Slurm]:
         config = _configured(folder, munge, cores, {"": hosts.address(254)} | addresses)
         slurm = Slurm(folder, config)
         at_end.callback(_end, slurm)
-        nodes = [[*hosts.on_network(n), "slurmd", "-N", node] for n, node in enumerate(NODES, 1)]
+        nodes = [
+            [*hosts.on_network(n, node), "slurmd", "-N", node] for n, node in enumerate(NODES, 1)
+        ]
         for argv in (["slurmctld"], *nodes):
             done = slurm.run(*argv, "-f", str(slurm.config))
             assert done.returncode == 0, done.stderr + slurm.logs()

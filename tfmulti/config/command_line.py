@@ -31,15 +31,17 @@ class Parser(argparse.ArgumentParser):
     Args:
         prog: the command, as the user types it.
         doc: the description that `--help` shows, with its line breaks.
+        program: an example of the command with a program after `--`, if it takes one.
     """
 
-    def __init__(self, prog: str, doc: str) -> None:
+    def __init__(self, prog: str, doc: str, program: str = "") -> None:
         super().__init__(
             prog,
             description=doc,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self._program = program
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError with argparse's message."""
@@ -56,6 +58,10 @@ class Parser(argparse.ArgumentParser):
         values, unknown = self.parse_known_args(words)
         if not unknown:
             return values
+        if self._program and (unknown[0] == "-m" or not unknown[0].startswith("-")):
+            raise ConfigError(
+                f"unexpected argument {unknown[0]!r}. Write the program after --: {self._program}."
+            )
         if not unknown[0].startswith("-"):
             raise ConfigError(f"unexpected argument {unknown[0]!r}. See {self.prog} --help.")
         name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")

@@ -25,6 +25,9 @@ from tfmulti.launch.heartbeat import heartbeat
 # The shortest and the longest all-reduce, in int32 numbers.
 _MIN_LENGTH, _MAX_LENGTH = 16, 1 << 20
 _OK, _FAILED = b"+", b"-"
+# Within a step, whole numbers travel as float32 in the collective of the metrics. Up to this number
+# their sums are exact. As int32 they would need a collective of their own in each execution.
+MOST_EXACT = 1 << 24
 
 
 def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list[int]]:

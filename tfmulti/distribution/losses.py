@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_context import gather_rows, sum_by_dtype
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing
+from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 
 _compiled = PerThread(False)
@@ -151,10 +152,13 @@ class LossCalls:
     Attributes:
         reduced: whether a loss was reduced.
         scalar: whether a loss function returned one number before the reduction.
+        by_rows: whether the values before each reduction are known to have rows, every one computed
+            from the same input row alone.
     """
 
     reduced: bool = False
     scalar: bool = False
+    by_rows: bool = True
 
 
 def watching(calls: LossCalls) -> contextlib.AbstractContextManager[LossCalls | None]:
@@ -162,12 +166,13 @@ def watching(calls: LossCalls) -> contextlib.AbstractContextManager[LossCalls | 
     return _loss_calls.set_to(calls)
 
 
-def note_reduction(of_one_number: bool) -> None:
-    """Notes that a loss is reduced, and whether its function returned one number."""
+def note_reduction(values: tf.Tensor) -> None:
+    """Notes that the values of a loss are reduced."""
     calls = _loss_calls.get()
     if calls is not None:
         calls.reduced = True
-        calls.scalar = calls.scalar or of_one_number
+        calls.scalar = calls.scalar or values.shape.rank == 0
+        calls.by_rows = calls.by_rows and row_labels.label_of(values).kind is Kind.ROWS
 
 
 def from_all_rows(

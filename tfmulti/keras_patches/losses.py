@@ -59,8 +59,9 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         dtype: Any = None,
     ) -> Any:
         loss = original(values, sample_weight, mask, reduction, dtype)
-        one_number = tf.convert_to_tensor(values).shape.rank == 0
-        losses.note_reduction(one_number)
+        values = tf.convert_to_tensor(values)
+        one_number = values.shape.rank == 0
+        losses.note_reduction(values)
         replica_slice = partial()
         # `_loss_of_all_rows` makes a loss of one number the loss of the global batch.
         if replica_slice is None or one_number or not _is_by_rows(replica_slice, values):
@@ -72,7 +73,8 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
             reduction,
             lambda: losses.divisor_of(values, sample_weight, mask, reduction, same_rank),
         )
-        if part.shape.rank == 0:
+        # The values may be LOCAL. Then `_loss_of_all_rows` finds out whether they have rows.
+        if part.shape.rank == 0 and (by_rows.get() or have_rows(values)):
             row_labels.mark(part, row_labels.MEAN)
         return part
 
@@ -83,14 +85,14 @@ def _is_by_rows(replica_slice: ReplicaSlice, values: Any) -> bool:
     """Returns whether a loss has a value for each row, or may have one."""
     kinds = (Kind.ROWS, Kind.LOCAL)
     return (
-        of_keras_by_rows.get()
+        by_rows.get()
         or not global_values.are_known(replica_slice)
         or row_labels.label_of(values).kind in kinds
     )
 
 
-# Whether this thread computes a loss or metric of Keras that has a value for each row.
-of_keras_by_rows = PerThread(False)
+# Whether this thread computes a loss or metric that has a value for each row, from that row alone.
+by_rows = PerThread(False)
 
 
 def have_rows(*values: Any) -> bool:
@@ -113,14 +115,15 @@ def _loss_of_all_rows(
     """Returns this replica's part of the global loss, for `__call__` of a loss object.
 
     Where `row_labels` tell how the result depends on the rows, `global_values` makes it that part.
-    Otherwise the loss is first computed on this replica's rows alone, to see whether it has a value
-    for each row. A loss of Keras that has such values is computed as it is. Any other loss is
-    computed from the rows of all replicas.
+    Otherwise the loss is first computed from arguments that are labelled as rows, to see whether it
+    has a value for each row, from that row alone. Such a loss is computed as it is, and so is a
+    loss of Keras that has a value for each row. Any other loss is computed from the rows of all
+    replicas.
     """
     compute = functools.partial(original, loss)
     is_keras = is_of_keras(getattr(loss, "fn", type(loss)))
     if global_values.are_known(replica_slice):
-        with of_keras_by_rows.set_to(is_keras and have_rows(y_true, y_pred)):
+        with by_rows.set_to(is_keras and have_rows(y_true, y_pred)):
             value = compute(y_true, y_pred, sample_weight)
         kind = row_labels.label_of(value).kind
         # The user's code reduces these values later. That result becomes global by itself.
@@ -131,11 +134,30 @@ def _loss_of_all_rows(
     calls = losses.LossCalls()
     # This call only shows how the loss is computed. The step does not use its result.
     with losses.watching(calls), computing(replica_slice.alone()):
-        value = compute(y_true, y_pred, sample_weight)
-    by_rows = not calls.scalar and (calls.reduced or value.shape.rank)
-    if by_rows and is_keras:
-        return compute(y_true, y_pred, sample_weight)
+        value = compute(*map(_as_rows, (y_true, y_pred, sample_weight)))
+    has_values = not calls.scalar and (calls.reduced or value.shape.rank)
+    # A `__call__` of the user's own may compute something else from the reduced values.
+    is_reduced_last = calls.reduced and type(loss).__call__ is keras.losses.Loss.__call__
+    if has_values and (is_keras or (calls.by_rows and is_reduced_last)):
+        with by_rows.set_to(True):
+            return compute(y_true, y_pred, sample_weight)
     return losses.from_all_rows(replica_slice, compute, y_true, y_pred, sample_weight, ATTACHED)
+
+
+def _as_rows(values: Any) -> Any:
+    """Returns a nest of the same tensors, labelled as rows of the batch."""
+
+    def labelled(value: Any) -> Any:
+        if not isinstance(value, tf.Tensor) or not value.shape.rank:
+            return value
+        rows = tf.identity(value)
+        row_labels.mark(rows, row_labels.rows((1,)))
+        for name in ATTACHED:
+            if hasattr(value, name):
+                setattr(rows, name, labelled(getattr(value, name)))
+        return rows
+
+    return tf.nest.map_structure(labelled, values)
 
 
 def _added_loss(

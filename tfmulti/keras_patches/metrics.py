@@ -23,7 +23,7 @@ from keras.src.losses import loss as loss_module
 from tfmulti.distribution import global_values, losses, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
-from tfmulti.keras_patches.losses import ATTACHED, have_rows, of_keras_by_rows
+from tfmulti.keras_patches.losses import ATTACHED, by_rows, have_rows
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
@@ -52,7 +52,7 @@ def _metric_of_all_rows(
     unknown = kind is Kind.LOCAL
     trusted = is_of_keras(metric._fn) and (unknown or have_rows(y_true, y_pred))
     if kind is Kind.ROWS or (trusted and not one_number):
-        with of_keras_by_rows.set_to(True):
+        with by_rows.set_to(True):
             return original(metric, y_true, y_pred, sample_weight)
     if not unknown:
         mask = getattr(y_pred, "_keras_mask", None)
@@ -90,7 +90,7 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     the global batch. Its weight is divided among the replicas, so that it counts once.
     """
     tensor = tf.convert_to_tensor(values)
-    if of_keras_by_rows.get() and tensor.shape.rank != 0:
+    if by_rows.get() and tensor.shape.rank != 0:
         return values, weight
     if not global_values.are_known(replica_slice):
         return values, replica_slice.weight if tensor.shape.rank == 0 and weight is None else weight

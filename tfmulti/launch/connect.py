@@ -165,7 +165,7 @@ def over_ssh(
         )
     except Unreachable as error:
         close()
-        message = reason()
+        message = reason().rstrip(".")
         if any(text in message for text in _PERMANENT_ERRORS):
             raise ConfigError(
                 f"{host.name} does not let SSH in: {message}. Make `{config.ssh} {host.name} true` "

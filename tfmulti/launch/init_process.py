@@ -5,8 +5,9 @@ no signal.
 
 The first process of a container usually has PID 1. Linux drops a signal to PID 1 unless that
 process has set a handler, see pid_namespaces(7). So SIGTERM would not end a worker that imports
-TensorFlow or loads its data. SIGTERM is still dropped until Python runs, about 0.3 s. With
-`shareProcessNamespace`, as in our manifests, the worker is not PID 1, so no SIGTERM is dropped.
+TensorFlow or loads its data. SIGTERM is still dropped until Python runs, about 0.3 s. Two things
+prevent that. With `shareProcessNamespace`, as in our manifests, the worker is not PID 1. After `env
+--block-signal=TERM`, as in our image, Linux keeps the signal until this module reads it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ def leave_first_process() -> None:
 
     The first process stays: it forwards each signal to the new one, collects the exit codes of
     processes whose parents have ended, and ends with the new one's exit code. That is 128 + the
-    number of the signal if a signal has ended it.
+    number of the signal if a signal has ended it. SIGTERM is not blocked in the process that
+    returns.
     """
     # The parent of a container's first process is outside of its PID namespace.
     if os.getppid() != 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         return
     # A blocked signal waits until it is read, also in the first process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -35,7 +38,7 @@ def leave_first_process() -> None:
         os._exit(_exit_code(child))
     # Ctrl-C goes to all processes of a session at once, and the first process forwards it as well.
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before - {signal.SIGTERM})
 
 
 def _exit_code(child: int) -> int:

@@ -24,8 +24,13 @@ from tfmulti.cluster.environments.kubernetes import PORT, SUBDOMAIN, WORKERS
 from tfmulti.config.command_line import Parser, exit_code_of, whole_number
 from tfmulti.errors import EXIT_FAILED, EXIT_USER, ConfigError, did_you_mean
 from tfmulti.launch.heartbeat import PROGRESS_FILE
+from tfmulti.launch.scheduled_program import check_program, with_run_dir
 from tfmulti.launch.signals import GRACE
 
+_EXAMPLE = (
+    "tfmulti kubernetes manifest --workers 2 --image IMAGE -- -m tfmulti.fit …, or a script in the "
+    "image"
+)
 KINDS = ("job", "jobset")
 _DOCUMENTS = ("manifest",)
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/names/#dns-label-names. Pods
@@ -100,11 +105,7 @@ class Manifest:
     start_s: int = 3600
 
     def __post_init__(self) -> None:
-        if not self.program or self.program == ("-m",):
-            raise ConfigError(
-                "no program was given. Write it after --: tfmulti kubernetes manifest --workers 2 "
-                "--image IMAGE -- -m tfmulti.fit …, or a script in the image."
-            )
+        check_program(self.program, _EXAMPLE)
         if not _IMAGE.fullmatch(self.image):
             raise ConfigError(
                 f"--image is {self.image!r}, but it must name a container image with tfmulti, such "
@@ -347,10 +348,7 @@ class Manifest:
 
     def _program(self) -> list[str]:
         """Returns the program's words, with a run directory on the shared volume."""
-        arguments = list(self.program)
-        is_fit = arguments[:2] == ["-m", "tfmulti.fit"]
-        if is_fit and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
-            arguments += ["--run_dir", f"{_MOUNT}/{self.name}"]
+        arguments = with_run_dir(self.program, f"{_MOUNT}/{self.name}")
         # Kubernetes replaces $(NAME) in a command, and makes one $ of two.
         return [word.replace("$", "$$") for word in arguments]
 
@@ -463,7 +461,7 @@ def parsed(arguments: Sequence[str]) -> Manifest:
 
 def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
-    parser = Parser("tfmulti kubernetes", __doc__ or "")
+    parser = Parser("tfmulti kubernetes", __doc__ or "", program=_EXAMPLE)
     # The defaults are those of `Manifest`.
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument

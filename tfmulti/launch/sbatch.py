@@ -26,7 +26,10 @@ from dataclasses import dataclass, field
 
 from tfmulti.config.command_line import Parser, exit_code_of, whole_number
 from tfmulti.errors import ConfigError
+from tfmulti.launch.scheduled_program import check_program, with_run_dir
 from tfmulti.launch.signals import PREEMPTION_SIGNALS
+
+_EXAMPLE = "tfmulti sbatch --nodes 2 -- -m tfmulti.fit …, or a script of your own"
 
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and with days before:
 # days-hours, days-hours:minutes, days-hours:minutes:seconds.
@@ -85,11 +88,7 @@ class BatchScript:
     python: str = field(default_factory=lambda: sys.executable)
 
     def __post_init__(self) -> None:
-        if not self.program or self.program == ("-m",):
-            raise ConfigError(
-                "no program was given. Write it after --: tfmulti sbatch --nodes 2 -- -m "
-                "tfmulti.fit …, or a script of your own."
-            )
+        check_program(self.program, _EXAMPLE)
         for flag, value, low in (
             ("nodes", self.nodes, 1),
             ("gpus-per-node", self.gpus_per_node, 0),
@@ -216,10 +215,8 @@ class BatchScript:
 
     def _command(self) -> str:
         """Returns the command of a task, with a run directory that stays the same."""
-        arguments = list(self.program)
-        is_fit = arguments[:2] == ["-m", "tfmulti.fit"]
-        if is_fit and not any(word.startswith(("--run_dir", "-run_dir")) for word in arguments):
-            arguments += ["--run_dir", f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"]
+        run_dir = f"runs/{self.name}-{'%A_%a' if self.array else '%j'}"
+        arguments = with_run_dir(self.program, run_dir)
         return " ".join(_quoted(word) for word in [self.python, *arguments])
 
 
@@ -332,7 +329,7 @@ def parsed(arguments: Sequence[str]) -> BatchScript:
 
 def _parser() -> Parser:
     """Returns the parser of the flags before `--`."""
-    parser = Parser("tfmulti sbatch", __doc__ or "")
+    parser = Parser("tfmulti sbatch", __doc__ or "", program=_EXAMPLE)
     # The defaults are those of `BatchScript`.
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument

@@ -299,15 +299,14 @@ class DistributedModel(keras.Model):
                 x, y, sample_weight, batch_size, class_weight, seeds, steps_per_epoch
             )
             reading = state_of(self).reading
-            feed = make_feed(data, placement, reading, is_training=True)
+            feed = make_feed(data, placement, reading, "fit")
             validation = None
             if validation_data is not None:
                 xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
                 size = validation_batch_size or batch_size
                 data = DataArguments(xv, yv, wv, size, steps_per_epoch=validation_steps)
-                validation = make_feed(data, placement, reading)
+                validation = make_feed(data, placement, reading, "evaluate")
             same_data.check_same_data(self, feed, validation)
-            feed.begin_call()
             # A comparison with one device needs all slots before the first step. So does a
             # checkpoint.
             needs_slots = checkpoint is not None or bool(state_of(self).options.verify)
@@ -383,8 +382,7 @@ class DistributedModel(keras.Model):
         if self.test_function is None:
             relocation.enter(self)
         data = DataArguments(x, y, sample_weight, batch_size, steps_per_epoch=steps)
-        feed = make_feed(data, self._placement, state_of(self).reading)
-        feed.begin_call()
+        feed = make_feed(data, self._placement, state_of(self).reading, "evaluate")
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)

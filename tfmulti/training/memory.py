@@ -30,80 +30,25 @@ from tfmulti.training.step.step import step_of
 
 GB = 1e9
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # The result of these operations is their input under another name or shape.
-_SAME_MEMORY = frozenset(
-    [
-        "Identity",
-        "IdentityN",
-        "Reshape",
-        "ExpandDims",
-        "Squeeze",
-        "StopGradient",
-        "PreventGradient",
-        "EnsureShape",
-        "ReadVariableOp",
-        "PlaceholderWithDefault",
-        "CheckNumerics",
-    ]
+_SAME_MEMORY = _names(
+    "Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient EnsureShape "
+    "ReadVariableOp PlaceholderWithDefault CheckNumerics"
 )
 # The result of these operations may take the memory of an input that nothing else needs.
-_IN_PLACE = frozenset(
-    [
-        "Add",
-        "AddV2",
-        "AddN",
-        "Sub",
-        "Mul",
-        "RealDiv",
-        "Div",
-        "Relu",
-        "ReluGrad",
-        "Relu6",
-        "Relu6Grad",
-        "Elu",
-        "EluGrad",
-        "Selu",
-        "Gelu",
-        "Tanh",
-        "TanhGrad",
-        "Sigmoid",
-        "SigmoidGrad",
-        "Rsqrt",
-        "Sqrt",
-        "Square",
-        "Neg",
-        "Exp",
-        "Log",
-        "Erf",
-        "Maximum",
-        "Minimum",
-        "BiasAdd",
-        "Softmax",
-        "LogSoftmax",
-        "SelectV2",
-        "Pow",
-        "DivNoNan",
-        "MulNoNan",
-        "SquaredDifference",
-        "RsqrtGrad",
-        "SqrtGrad",
-        "Abs",
-        "Softplus",
-        "SoftplusGrad",
-    ]
+_IN_PLACE = _names(
+    "Add AddV2 AddN Sub Mul RealDiv Div Relu ReluGrad Relu6 Relu6Grad Elu EluGrad Selu Gelu Tanh "
+    "TanhGrad Sigmoid SigmoidGrad Rsqrt Sqrt Square Neg Exp Log Erf Maximum Minimum BiasAdd "
+    "Softmax LogSoftmax SelectV2 Pow DivNoNan MulNoNan SquaredDifference RsqrtGrad SqrtGrad Abs "
+    "Softplus SoftplusGrad"
 )
 # These operations run other graphs, whose tensors are not seen here.
-_HIDING = frozenset(
-    [
-        "While",
-        "StatelessWhile",
-        "If",
-        "StatelessIf",
-        "Case",
-        "PartitionedCall",
-        "StatefulPartitionedCall",
-    ]
-)
+_HIDING = _names("While StatelessWhile If StatelessIf Case PartitionedCall StatefulPartitionedCall")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from tfmulti.training.loop.stop_votes import Votes
 def graph_of(model: keras.Model, steps: int) -> Any:
     """Returns the graph of an execution of `steps` steps, with the functions that it calls."""
     with contextlib.closing(make_feed(DataArguments(X, Y, batch_size=24), here.placement)) as feed:
-        feed.begin_pass()
-        source = feed.source(steps)
+        source = feed.take(0, steps)
         execution = tf.function(
             lambda: model.train_function(source, steps, Votes()).rows, autograph=False
         )

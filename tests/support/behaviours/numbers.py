@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tests.support.behaviours.graphs import is_collective, nodes_of
+from tests.support.cases import contrastive_loss
 from tests.support.models import of_two_outputs
 from tfmulti import prepare
 from tfmulti.distribution import collectives, replica_context
@@ -199,13 +200,21 @@ def logs_of_every_step() -> Any:
 
 
 def losses_of_two_outputs() -> Any:
-    """Returns the losses of `evaluate`, then the means over the batches that Keras defines."""
+    """Returns the losses of `evaluate`, and the means over the batches that Keras defines.
+
+    Then it returns the losses of `fit`, and those of plain Keras on one device.
+    """
     x = np.concatenate([X, X[:, :2]], 1)[:61]
     y = {"kind": Y[:61], "size": x[:, :1] ** 2}
-    keras.utils.set_random_seed(1)
-    with here.strategy.scope():
-        model = prepare(of_two_outputs())
-        model.compile("sgd", {"kind": "sparse_categorical_crossentropy", "size": "mse"})
+
+    def compiled(strategy: tf.distribute.Strategy, prepared: bool) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = prepare(of_two_outputs()) if prepared else of_two_outputs()
+            model.compile("sgd", {"kind": "sparse_categorical_crossentropy", "size": "mse"})
+        return model
+
+    model = compiled(here.strategy, True)
     found = model.evaluate(x, y, batch_size=24, verbose=0, return_dict=True)
     predicted = model.predict(x, verbose=0)
     kind = -np.log(predicted["kind"][np.arange(61), y["kind"]])
@@ -214,7 +223,44 @@ def losses_of_two_outputs() -> Any:
     expected = [
         float(np.mean([values[rows].mean() for rows in batches])) for values in (kind, size)
     ]
-    return [found["kind_loss"], found["size_loss"], *expected]
+    options = {"x": x, "y": y, "shuffle": False}
+    plain = compiled(tf.distribute.OneDeviceStrategy("CPU:0"), False)
+    histories = [fit(model, **options), fit(plain, **options)]
+    return [found["kind_loss"], found["size_loss"], *expected, *histories]
+
+
+class NotUnderstood(keras.layers.Layer):
+    """Passes its input through a Python function, so that nothing is known about the rows."""
+
+    def call(self, x: Any) -> Any:
+        same = tf.ensure_shape(
+            tf.numpy_function(lambda a: a, [tf.stop_gradient(x)], x.dtype), x.shape
+        )
+        return x + (same - tf.stop_gradient(x))
+
+
+def squared_loss(y_true: Any, y_pred: Any) -> Any:
+    """A value for each row, from this row alone."""
+    return tf.reduce_sum(tf.square(tf.one_hot(tf.cast(y_true, tf.int32), 3) - y_pred), -1)
+
+
+class RootOfMean(keras.losses.Loss):
+    """Computes one number from the reduced loss of another loss object."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return squared_loss(y_true, y_pred)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return tf.sqrt(super().__call__(y_true, y_pred, sample_weight))
+
+
+def losses_of_predictions_that_are_not_understood() -> Any:
+    """Returns histories with losses that need all rows, and with one that does not."""
+    data = {"x": X[:61], "y": Y[:61], "shuffle": False}
+    return [
+        fit(classifier(NotUnderstood(), prepared={"verify": False}, loss=loss), **data)
+        for loss in (contrastive_loss, RootOfMean(), squared_loss)
+    ]
 
 
 class SumsLosses(keras.Model):

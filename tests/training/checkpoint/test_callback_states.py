@@ -125,3 +125,30 @@ def test_training_goes_on_with_one_line_and_checkpoints(
     assert "the callback Speaks" in said[0]
     assert "get_state()[(1, 2)] is a object" in said[0]
     assert (tmp_path / "step-000000004.npz").is_file()
+
+
+class Draws(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        np.random.random()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.found.append(np.random.random())
+
+
+def test_what_a_callback_draws_before_an_epoch_is_not_drawn_twice(tmp_path: Path) -> None:
+    def fitted(folder: Path, epochs: int) -> list[float]:
+        keras.utils.set_random_seed(3)
+        model = prepare(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+        model.compile("sgd", "mse")
+        draws, checkpoint = Draws(), Checkpoint(folder)
+        x, y = np.ones((8, 2)), np.ones((8, 1))
+        model.fit(x, y, 4, epochs, verbose=0, callbacks=[draws, checkpoint])
+        return draws.found
+
+    whole = fitted(tmp_path / "whole", 2)
+    fitted(tmp_path / "stopped", 1)
+    assert fitted(tmp_path / "stopped", 2) == whole

@@ -129,16 +129,13 @@ def test_an_evaluation_begins_where_the_last_one_ended() -> None:
     source = ArraySource((np.arange(10, dtype=np.float32),))
     feed = make_feed(DataArguments(source, batch_size=4), ALONE)
     for _ in range(3):
-        feed.begin_pass()
-        queue = feed.source(1)
+        reader = feed.reader
+        queue = feed.take(0, 3)
         assert [queue.take().data[0][0].numpy()[0] for _ in range(3)] == [0, 4, 8]
-        feed.end_pass(complete=True)
-    feed.begin_pass()
-    next(feed)
+        assert reader in (None, feed.reader)
+    feed.take(0, 1).take()
     # The pass ends early, and the next one begins at the start.
-    feed.end_pass()
-    feed.begin_pass()
-    assert next(feed).data[0][0].numpy()[0] == 0
+    assert feed.take(0, 1).take().data[0][0].numpy()[0] == 0
     feed.close()
 
 

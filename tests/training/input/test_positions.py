@@ -51,10 +51,9 @@ DATASETS: dict[str, Make] = {
 WITHOUT_SOME = "read ahead to the ends"
 
 
-def begun(feed: Any, skipped: int = 0) -> Any:
+def begun(feed: Any) -> Any:
     """Begins a pass, or continues one, and returns its iterator."""
-    feed.begin_pass(0, skipped)
-    return feed.source(1)
+    return feed.take(0, 1)
 
 
 def values(iterator: Any, count: int) -> list[Any]:
@@ -109,8 +108,8 @@ def test_a_dataset_resumes_at_once_from_every_batch(name: str) -> None:
         values(begun(feed), batches)
         state = feed.get_state(batches)
         again = make_feed(DataArguments(DATASETS[name]()), ALONE)
-        again.set_state(state)
-        iterator = begun(again, batches)
+        again.set_state(state, batches)
+        iterator = begun(again)
         at_once += iterator.reads == 0
         assert iterator.reads in (0, batches)
         assert values(iterator, 50 - batches) == whole[batches:]
@@ -219,7 +218,7 @@ def passes_of(make: Make) -> list[list[Any]]:
 
 
 def rest_of_pass(feed: Any) -> list[Any]:
-    return list(map(value_of, feed))
+    return list(map(value_of, iter(lambda: feed.take(0, None), None)))
 
 
 def new_feed(make: Make) -> Any:
@@ -236,7 +235,6 @@ def test_finite_data_resumes_from_every_batch(name: str) -> None:
     reads = []
     for batches in range(last + 1) if name in AT_EVERY_BATCH else (0, 1, 2, last - 1, last):
         feed = new_feed(ENDING[name])
-        feed.begin_pass()
         assert rest_of_pass(feed) == whole[0]
         feed.end_pass(complete=True)
         iterator = begun(feed)
@@ -244,8 +242,8 @@ def test_finite_data_resumes_from_every_batch(name: str) -> None:
         state = feed.get_state(batches)
 
         again = new_feed(ENDING[name])
-        again.set_state(state)
-        iterator = begun(again, batches)
+        again.set_state(state, batches)
+        iterator = begun(again)
         reads.append(0 if iterator is None else iterator.reads)
         assert reads[-1] in (0, batches)
         # As long as the iterator exists, TensorFlow continues its sequence of random numbers.
@@ -253,7 +251,6 @@ def test_finite_data_resumes_from_every_batch(name: str) -> None:
         assert rest_of_pass(again) == whole[1][batches:]
         again.end_pass(complete=True)
         for number in range(2, PASSES):
-            again.begin_pass()
             assert rest_of_pass(again) == whole[number]
             again.end_pass(complete=True)
     if name == "not shuffled":
@@ -266,7 +263,6 @@ def test_a_position_of_an_older_version_is_resumed() -> None:
     """Its position is of another kind, which is not used, or of an earlier batch."""
     whole = passes_of(ENDING["shuffled"])
     feed = new_feed(ENDING["shuffled"])
-    feed.begin_pass()
     rest_of_pass(feed)
     feed.end_pass(complete=True)
     values(begun(feed), 2)
@@ -274,8 +270,8 @@ def test_a_position_of_an_older_version_is_resumed() -> None:
     of_all_passes = positions.position_of(iter(numbers().batch(8).repeat()))
     for change in ({}, {"form": "of all passes", "iterator": of_all_passes, "lacks_seeds": True}):
         again = new_feed(ENDING["shuffled"])
-        again.set_state(state | change)
-        assert values(begun(again, 5), 3) == whole[1][5:8]
+        again.set_state(state | change, 5)
+        assert values(begun(again), 3) == whole[1][5:8]
 
 
 @pytest.mark.parametrize("name", ["shuffled", "shuffled twice", "side by side", "drawn by a seed"])
@@ -322,19 +318,16 @@ def test_finite_data_resumes_between_two_passes(name: str, known: bool) -> None:
 
     again = new_feed(ENDING[name])
     before = Watched.reads_of_all
-    again.set_state(state)
-    again.begin_pass(0, last)
+    again.set_state(state, last)
     is_told = not known or again.data.steps is not None
     assert Watched.reads_of_all == before or name in MUST_BE_READ or not is_told
-    assert next(again, None) is None
+    assert again.take(0, None) is None
     again.end_pass(complete=True)
-    again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
     # The second feed begins after the evaluation.
     again = new_feed(ENDING[name])
     again.set_state(feed.get_state(0))
-    again.begin_pass()
     assert rest_of_pass(again) == whole[2]
 
 
@@ -352,7 +345,7 @@ def test_a_position_is_valid_on_any_number_of_workers(place: Placement, ends: bo
         return (dataset if ends else dataset.repeat()).batch(6)
 
     def rest(feed: Any, batches: int) -> tuple[list[Any], int]:
-        iterator = begun(feed, batches)
+        iterator = begun(feed)
         return values(iterator, 16 - batches), iterator.reads - (16 - batches)
 
     whole, _ = rest(make_feed(DataArguments(make()), place), 0)
@@ -361,7 +354,7 @@ def test_a_position_is_valid_on_any_number_of_workers(place: Placement, ends: bo
     for batches in range(1, 16):
         values(iterator, 1)
         again = make_feed(DataArguments(make()), place)
-        again.set_state(chief.get_state(batches))
+        again.set_state(chief.get_state(batches), batches)
         values_read, reads = rest(again, batches)
         assert values_read == whole[batches:]
         assert reads == 0 or (ends and reads == batches)
@@ -377,7 +370,6 @@ def test_an_abandoned_pass_is_not_continued(name: str) -> None:
     next(begun(feed))
     feed.end_pass()
     assert "iterator" not in feed.get_state(1)
-    feed.begin_pass()
     assert rest_of_pass(feed) == expected
 
 
@@ -385,9 +377,8 @@ def test_a_position_is_not_ahead_of_the_steps() -> None:
     """`verify` takes the first batches together, and the steps get them again one by one."""
     feed = new_feed(ENDING["shuffled"])
     Trial(feed, 2, 2, is_long_enough=True)
-    feed.begin_pass()
     for batches in (1, 2):
-        feed.source(1)
+        feed.take(0, 1)
         assert ("iterator" in feed.get_state(batches)) == (batches == 2)
 
 
@@ -397,8 +388,8 @@ def test_a_position_of_another_dataset_is_not_used() -> None:
     state = feed.get_state(5)
     assert state["iterator"]
     other = make_feed(DataArguments(tf.data.Dataset.range(60).skip(4).batch(4)), ALONE)
-    other.set_state(state)
-    assert values(begun(other, 2), 1) == [[12, 13, 14, 15]]
+    other.set_state(state, 2)
+    assert values(begun(other), 1) == [[12, 13, 14, 15]]
 
 
 def test_a_position_that_is_too_large_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,17 +427,17 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
     shuffle: Shuffle | None, workers: int
 ) -> None:
     """Reader threads hold batches that no step has taken. These batches must not appear later."""
-    feed = make_feed(DataArguments(Batches(workers), shuffle=shuffle), ALONE, is_training=True)
+    feed = make_feed(DataArguments(Batches(workers), shuffle=shuffle), ALONE, method="fit")
     whole = []
     for _ in range(4):
         whole.append(rest_of(begun(feed)))
         feed.end_pass(complete=True)
     inner = Batches(workers)
-    again = make_feed(DataArguments(inner, shuffle=shuffle), ALONE, is_training=True)
+    again = make_feed(DataArguments(inner, shuffle=shuffle), ALONE, method="fit")
     inner.read.clear()
-    again.set_state({"passes": 1})
+    again.set_state({"passes": 1}, 7)
     assert not inner.read
-    assert rest_of(begun(again, 7)) == whole[1][7:]
+    assert rest_of(begun(again)) == whole[1][7:]
     again.end_pass(complete=True)
     for expected in whole[2:]:
         assert rest_of(begun(again)) == expected
@@ -462,4 +453,4 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
 def test_data_that_has_become_shorter_is_an_error() -> None:
     feed = new_feed(lambda: numbers().filter(lambda x: x < 20).batch(4))
     with pytest.raises(DataError, match="ended after 5 batches, but 7 had been trained on"):
-        begun(feed, 7)
+        feed.set_state({"passes": 0}, 7)

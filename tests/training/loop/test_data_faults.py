@@ -17,15 +17,16 @@ LOSS = "{{function_node x}} Error in user-defined function: Iterator::Root::Map 
 
 
 class Faults:
-    """Stands for a feed, and counts how often its files are read again."""
+    """Stands for a feed, its reader and its data. It counts how often the files are read again."""
 
     def __init__(self, known: str | None = None, in_files: str | None = None) -> None:
-        self.known, self.in_files, self.reads = known, in_files, 0
+        self.error = None if known is None else DataError(known)
+        self.in_files, self.reads = in_files, 0
+        self.reader = self.data = self
 
-    def find_fault(self, *, in_files: bool = False) -> Exception | None:
-        self.reads += in_files
-        message = self.in_files if in_files else self.known
-        return None if message is None else DataError(message)
+    def fault_in_files(self) -> str | None:
+        self.reads += 1
+        return self.in_files
 
 
 def raised(faults: Faults, error: Exception) -> str:
@@ -50,12 +51,14 @@ def test_the_reason_that_the_feed_knows_comes_first() -> None:
 
 @pytest.mark.parametrize("error", [loss(), invalid(f"in {SCOPE}/decode")])
 def test_the_files_are_searched_for_the_bad_record(error: Exception) -> None:
-    assert raised(Faults(in_files="a.gz, record 3"), error) == "a.gz, record 3"
+    message = raised(Faults(in_files="a.gz, record 3"), error)
+    assert message.startswith("a.gz, record 3. Repair or remove it.")
 
 
 def test_a_text_that_is_not_utf_8_points_at_the_files() -> None:
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")
-    assert raised(Faults(in_files="a.gz, record 3"), error) == "a.gz, record 3"
+    message = raised(Faults(in_files="a.gz, record 3"), error)
+    assert message.startswith("a.gz, record 3. Repair or remove it.")
 
 
 @pytest.mark.parametrize("text", [LOSS, "{{function_node x}} corrupted record.\n[[x]] [Op:y]"])

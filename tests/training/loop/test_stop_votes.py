@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tfmulti.distribution.agreement import MOST_EXACT
 from tfmulti.errors import ConfigError
 from tfmulti.launch.signals import SignalWatch, sigterm_grace_s
 from tfmulti.training.loop.stop_votes import Votes
@@ -28,9 +29,10 @@ def test_the_strongest_reason_to_stop_counts() -> None:
 def test_only_the_chiefs_number_of_steps_counts(local_replicas: int) -> None:
     """All sums are exact in float32, in which votes travel."""
     largest = round(TARGET_S / SHORTEST_STEP_S)
+    assert largest * local_replicas < MOST_EXACT
     for steps in (37, largest - 1, largest):
         chief, other = np.float32(Votes(steps=steps)), np.float32(Votes())
-        summed = Votes(*sum([chief] * local_replicas + [other] * 64).tolist())
+        summed = Votes(*sum([chief] * local_replicas + [other] * 64).astype(int).tolist())
         assert summed.agreed_steps(local_replicas) == steps
         assert summed.reason_to_stop() is None
         assert not summed.checkpoint

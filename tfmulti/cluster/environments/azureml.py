@@ -4,8 +4,10 @@ A job with TensorFlow's distribution has TF_CONFIG, and one with MPI's has mpiru
 PyTorch's distribution starts one process a node or more (`process_count_per_instance`), with
 MASTER_ADDR, the address of node 0, and RANK, WORLD_SIZE, LOCAL_RANK and NODE_RANK. See
 https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu. AZUREML_NODE_COUNT
-is the number of nodes, which that page does not name. LOCAL_WORLD_SIZE, the number of processes of
-a node, is torchrun's (https://docs.pytorch.org/docs/stable/elastic/run.html).
+is the number of nodes. That page does not name it, but jobs have it, and schedulers read it:
+https://github.com/NVIDIA/KAI-Scheduler/tree/main/pkg/podgrouper/podgrouper/plugins/aml.
+LOCAL_WORLD_SIZE, the number of processes of a node, is torchrun's
+(https://docs.pytorch.org/docs/stable/elastic/run.html).
 """
 
 from __future__ import annotations

@@ -144,8 +144,10 @@ class Throughput(WritesScalars):
         seconds, examples, steps = self._of_epoch()
         if seconds:
             figures = self._figures(seconds, examples, self._epoch_times)
-            tagged = {_tag(name): value for name, value in figures.items()}
-            self.write_scalars(epoch, tagged | {"throughput/steps_per_sec": steps / seconds})
+            figures["steps_per_sec"] = steps / seconds
+            # TensorBoard shows the figures of a device apart.
+            tags = (f"throughput/{name.replace('device_', 'device/')}" for name in figures)
+            self.write_scalars(epoch, dict(zip(tags, figures.values(), strict=True)))
 
     def figures(self) -> dict[str, float]:
         """Returns the figures of all epochs by the names of `LOGS`, and their sums.
@@ -194,8 +196,3 @@ class Throughput(WritesScalars):
             if self.peak_tflops is not None:
                 figures["mfu"] = tflops / self.peak_tflops
         return figures
-
-
-def _tag(name: str) -> str:
-    """Returns the name of a figure in TensorBoard, such as `throughput/device/examples_per_sec`."""
-    return "throughput/" + name.replace("device_", "device/")

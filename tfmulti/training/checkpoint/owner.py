@@ -165,7 +165,7 @@ class Ownership:
             self._folder.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(self._folder) as is_locked:
                 self._take()
-                if not is_locked:
+                if not is_locked or _may_be_shared(self._folder):
                     time.sleep(ROUND_S)
                     self._check_first()
         except BaseException:
@@ -256,14 +256,17 @@ class Ownership:
                 return other
             if began >= 0 or not _is_hidden(other.pid):
                 return None
-        print(
-            f"tfmulti: {self._folder} belonged to {other.in_words()}. Waiting up to "
-            f"{SILENT_S:g} s to see whether that run is alive.",
-            file=sys.stderr,
-            flush=True,
-        )
-        touched, until = _touched(self._path), time.monotonic() + SILENT_S
-        while time.monotonic() < until:
+        touched, begin = _touched(self._path), time.monotonic()
+        is_told = False
+        while (waited_s := time.monotonic() - begin) < SILENT_S:
+            if waited_s > 2 * BEAT_S and not is_told:
+                is_told = True
+                print(
+                    f"tfmulti: {self._folder} belonged to {other.in_words()}. Waiting up to "
+                    f"{SILENT_S:g} s to see whether that run is alive.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(_LOOK_S)
             if _touched(self._path) != touched:
                 return _read(self._path)
@@ -383,6 +386,15 @@ def _lock(descriptor: int, folder: Path) -> bool:
             return False
 
 
+def _may_be_shared(folder: Path) -> bool:
+    """Returns whether other machines may see a folder whose lock they may not see.
+
+    NFS and FUSE may keep locks on the machine. Such file systems have no block device, and their
+    device numbers have the major number 0, as those of tmpfs and overlay file systems.
+    """
+    return os.major(os.stat(folder).st_dev) == 0
+
+
 def _read(path: Path) -> Owner | None:
     """Returns the owner that a file names, or None if there is no file or it has another form.
 
@@ -392,7 +404,7 @@ def _read(path: Path) -> Owner | None:
         OSError: the file cannot be read.
     """
     try:
-        owner: Owner = json_values.build(Owner, json_values.parse(read_small(path, _MOST_BYTES)))
+        owner: Owner = json_values.build(Owner, json_values.parse(_content(path)))
         return owner
     except ValueError:
         return None
@@ -400,6 +412,17 @@ def _read(path: Path) -> Owner | None:
         if error.errno in (errno.ENOENT, errno.EINVAL, errno.EFBIG):
             return None
         raise
+
+
+def _content(path: Path) -> bytes:
+    """Returns the content of a file, also if another machine replaces it at this moment."""
+    try:
+        return read_small(path, _MOST_BYTES)
+    except OSError as error:
+        # An NFS server forgets a file as soon as another one has taken its name.
+        if error.errno != errno.ESTALE:
+            raise
+        return read_small(path, _MOST_BYTES)
 
 
 def _touched(path: Path) -> int | None:

@@ -38,7 +38,7 @@ import tensorflow as tf
 
 from tfmulti.distribution.agreement import broadcast, gather
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, RunDirError
+from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, RunDirError, UserError
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.launch.signals import SignalWatch, is_watched
 from tfmulti.training.checkpoint import file_format
@@ -61,7 +61,6 @@ class Progress:
         epoch: the number of whole epochs.
         step: the steps of the next epoch that have ended.
         logs: the logs of these steps.
-        goes_on: whether the pass over the data continues with the next step.
         batches: the batches that the iterator in use has given in its pass.
         lost: the examples of this pass over the data that could not be read.
         is_over: whether a callback has ended the training.
@@ -70,7 +69,6 @@ class Progress:
     epoch: int
     step: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
-    goes_on: bool = False
     batches: int = 0
     lost: int = 0
     is_over: bool = False
@@ -214,7 +212,7 @@ def _of_known_form() -> Iterator[None]:
     """
     try:
         yield
-    except ResumeError:
+    except UserError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ResumeError(
@@ -263,10 +261,16 @@ class CheckpointManager:
         if self._record is None:
             return None
         with _of_known_form():
-            progress = Progress(**self._record.tree["progress"])
+            saved = dict(self._record.tree["progress"])
+            # Version 0.1 wrote this entry, which `_older_state` reads.
+            saved.pop("goes_on", None)
+            progress = Progress(**saved)
             for name in ("epoch", "step", "batches", "lost"):
                 _check_count(f"progress.{name}", getattr(progress, name))
             _check_count("progress.batches", progress.batches, self._record.step)
+            for name, kind in (("logs", dict), ("is_over", bool)):
+                if type(getattr(progress, name)) is not kind:
+                    raise ValueError(f"progress.{name} is not a {kind.__name__}")
             return progress
 
     @_of_known_form()
@@ -280,7 +284,7 @@ class CheckpointManager:
             ResumeError: the record does not fit the model, or has another form.
         """
         assert self._record is not None
-        tree = self._record.tree
+        tree, progress = self._record.tree, self._record.tree["progress"]
         # An older version could average the weights of workers that trained alone.
         sync_every = (tree.get("apart") or {}).get("sync_every")
         if sync_every is not None:
@@ -290,8 +294,8 @@ class CheckpointManager:
             )
         for name, feed in () if has_ended else self._feeds.items():
             state = tree["feeds"][name] if "feeds" in tree else _older_state(tree, name)
-            _check_feed(name, state, epoch=tree["progress"]["epoch"], step=self._record.step)
-            feed.set_state(state)
+            _check_feed(name, state, epoch=progress["epoch"], step=self._record.step)
+            feed.set_state(state, progress["batches"] if name == "training" else 0)
         run_state.restore(self._model, tree["model"], tree["trained"])
         self._callbacks.restore(tree["callbacks"])
         if placement_of(self._model.distribute_strategy).is_chief:
@@ -299,12 +303,6 @@ class CheckpointManager:
         state = state_of(self._model)
         steps, examples = self._record.step, index(tree["examples"])
         state.run = RunCounts(steps, examples, steps, examples, index(tree.get("lost", 0)))
-
-    @_of_known_form()
-    def restore_random_states(self) -> None:
-        """Restores the states of Python's and NumPy's generators from the record."""
-        assert self._record is not None
-        run_state.set_random_states(self._record.tree["model"]["random"])
 
     def wants(self, count: int) -> bool:
         """Returns whether this worker votes for a checkpoint; only the chief ever does.

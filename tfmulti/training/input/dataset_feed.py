@@ -11,6 +11,8 @@ Every worker reads the same global batches. A resumed run finds its position in 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from tfmulti.data.formats.gzip_faults import fault_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.datasets import batches_of
 from tfmulti.training.input import pipeline
-from tfmulti.training.input.interface import DataDescription, Feed, State
+from tfmulti.training.input.interface import DataDescription, Feed, Method, State
 from tfmulti.training.input.positions import (
     form_of,
     is_complete,
@@ -45,15 +47,19 @@ class DatasetFeed(Feed):
     Args:
         x: the data.
         class_weight: the weight of each class, or None.
-        uses_next: whether the data is for a `fit` with `steps_per_epoch`.
+        method: what takes the data. `fit` makes all passes in one call. Each other pass is a call
+            of its own.
+        steps_per_epoch: the `steps_per_epoch` of `fit`, or None.
 
     Raises:
         DataError: the data has no batches, or its batches cannot be cut into rows.
     """
 
-    def __init__(self, x: Any, class_weight: Any, *, uses_next: bool = False) -> None:
+    def __init__(
+        self, x: Any, class_weight: Any, method: Method, steps_per_epoch: int | None = None
+    ) -> None:
         self._x, self._class_weight = x, class_weight
-        self._uses_next = uses_next
+        self._method, self._steps_per_epoch = method, steps_per_epoch
         self._build()
         count = self._adapter.num_batches
         steps = None if count is None else int(count)
@@ -68,20 +74,18 @@ class DatasetFeed(Feed):
             endless=False,
             sizes={"steps": steps},
             digest=lambda: None,
+            fault_in_files=functools.partial(fault_of, x),
         )
         self._passes = self._unread = 0
         self._iterator: Any = None
-        # Whether the iterator in use has given all batches of a pass.
+        self._is_open = False
+        # Whether the open pass has given all of its batches.
         self._has_ended = False
-        # The batches of `give_again` that no step has taken yet, and an iterator of all of them.
+        # The batches of `read_first` that no step has taken yet, and an iterator of all of them.
         self._replayed: list[Any] = []
         self._replay_iterator: Any = None
         # Whether TensorFlow may save the position of an iterator of this data.
         self._saves_position = self.is_dataset
-        # The position in the pass at which the iterator in use was restored.
-        self._restored_at = 0
-        is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
-        self._endless = x if is_endless else None
 
     def _build(self) -> None:
         """Makes Keras' adapter of the data, and the Dataset that reads its batches ahead."""
@@ -100,43 +104,59 @@ class DatasetFeed(Feed):
             ahead = 0 if reads_ahead(self._dataset) else 1
         self._batches = pipeline.read_ahead(self._dataset, ahead)
 
-    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        if self._replayed:
-            return
-        # If no batch is skipped, this is a new pass.
-        self._has_ended = skipped > 0 and (self._has_ended or skipped == self.data.steps)
+    def _begin(self) -> None:
+        """Begins a pass."""
+        if self._resets:
+            self._adapter.on_epoch_end()
         self._adapter.on_epoch_begin()
-        if self._has_ended:
-            self._skip_pass()
-            return
         if self._iterator is None:
             self._iterator = iter(self._batches)
-        for batches in range(self._restored_at, skipped):
-            if next(self._iterator, None) is None:
-                raise DataError(
-                    f"the data has ended after {batches} batches, but {skipped} had been trained "
-                    "on in this pass. Give the same data, or begin a new run in a new folder."
-                )
+        self._is_open = True
+
+    @property
+    def _resets(self) -> bool:
+        """Whether `fit` or an evaluation begins with the next pass.
+
+        Keras calls the `on_epoch_end` of a PyDataset then, too, and the PyDataset may shuffle.
+        """
+        return self._method == "evaluate" or (self._method == "fit" and not self._passes)
 
     @property
     def is_dataset(self) -> bool:
         """Whether the data is a `tf.data.Dataset`, so that no Python code of the user reads it."""
         return isinstance(self._x, tf.data.Dataset)
 
-    def give_again(self, optionals: Sequence[Any]) -> None:
-        """Gives the first batches of the pass, which were read before, to the steps again.
+    def read_first(self, count: int) -> Sequence[Any]:
+        """Begins a pass, and returns the Optionals of its first `count` batches.
 
-        The next executions together must take exactly these batches.
+        The steps get these batches again. The next executions together must take exactly them.
         """
+        self._begin()
+        optionals = list(itertools.islice(iter(self._next, None), count))
         self._replayed = list(optionals)
-        batches = [optional.get_value() for optional in optionals]
-        self._replay_iterator = self.iterator_of(batches)
+        self._replay_iterator = self.iterator_of([each.get_value() for each in optionals])
+        return optionals
 
-    def source(self, steps: int) -> Any:
-        if not self._replayed:
-            return self._iterator
-        del self._replayed[:steps]
-        return self._replay_iterator
+    def take(self, step: int, steps: int | None) -> Any:
+        goes_on = self._is_open and self._steps_per_epoch and not step % self._steps_per_epoch
+        if not self._is_open:
+            self._begin()
+        if self._replayed:
+            if steps is None:
+                return self._replayed.pop(0)
+            del self._replayed[:steps]
+            return self._replay_iterator
+        if goes_on and isinstance(self._x, keras.utils.PyDataset):
+            # An epoch has ended within the pass of a PyDataset without end.
+            self._x.on_epoch_end()
+            self._x.on_epoch_begin()
+        return self._next() if steps is None else self._iterator
+
+    def _next(self) -> Any:
+        """Returns an Optional of the next batch, or None if the pass is over."""
+        batch = None if self._has_ended else self._iterator.get_next_as_optional()
+        self._has_ended = batch is None or not batch.has_value()
+        return None if self._has_ended else batch
 
     def iterator_of(self, batches: Sequence[Any]) -> Any:
         """Returns an iterator of some global batches, of the same type as the one in use."""
@@ -146,34 +166,17 @@ class DatasetFeed(Feed):
             dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
         return iter(pipeline.read_ahead(dataset))
 
-    def __next__(self) -> Any:
-        if self._replayed:
-            return self._replayed.pop(0)
-        batch = None if self._has_ended else self._iterator.get_next_as_optional()
-        self._has_ended = batch is None or not batch.has_value()
-        if self._has_ended:
-            raise StopIteration
-        return batch
-
-    def begin_call(self) -> None:
-        # A PyDataset may shuffle then.
-        self._adapter.on_epoch_end()
-
-    def end_epoch(self) -> None:
-        # A PyDataset that ends may shuffle for its next pass, but not within a pass.
-        if self._endless is not None:
-            self._endless.on_epoch_end()
-            self._endless.on_epoch_begin()
-
-    def end_pass(self, complete: bool = False) -> None:
+    def end_pass(self, *, complete: bool = False) -> None:
+        if not self._is_open:
+            return
         self._passes += 1
         self._adapter.on_epoch_end()
-        self._iterator, self._restored_at, self._replayed = None, 0, []
-        self._has_ended = False
+        self._iterator, self._replayed = None, []
+        self._is_open = self._has_ended = False
         if complete and self.is_dataset and self.data.steps is not None:
             # Keras makes an iterator at the end of a pass of known length.
             next_iterator = iter(self._batches)
-            if self._uses_next:
+            if self._steps_per_epoch:
                 self._iterator = next_iterator
             else:
                 self._unread += 1
@@ -190,44 +193,37 @@ class DatasetFeed(Feed):
             return state
         return state | {"form": form_of(self._batches), "iterator": position, "batches": batches}
 
-    def set_state(self, state: State) -> None:
-        self._has_ended = state.get("has_ended", False)
-        position = None if self._has_ended else state.get("iterator")
-        if position is not None and state.get("form") == form_of(self._batches):
+    def set_state(self, state: State, batches: int = 0) -> None:
+        position, skipped = state.get("iterator"), 0
+        has_ended = batches > 0 and (state.get("has_ended", False) or batches == self.data.steps)
+        if position is not None and not has_ended and state.get("form") == form_of(self._batches):
             self._iterator = iterator_at(position, self._batches)
         if self._iterator is not None:
             self._passes, self._unread = state["passes"], state.get("unread", 0)
-            self._restored_at = state["batches"]
-            return
-        for number in range(state["passes"]):
-            self._passes += 1
-            self._adapter.on_epoch_begin()
+            skipped = state["batches"]
+        else:
+            for number in range(state["passes"]):
+                self._skip_pass()
+                self.end_pass(complete=number < state.get("unread", 0))
+        if has_ended:
             self._skip_pass()
-            self._adapter.on_epoch_end()
-            if number < state.get("unread", 0):
-                self._unread += 1
-                iter(self._batches)
+            return
+        if batches:
+            self._begin()
+        for number in range(skipped, batches):
+            if next(self._iterator, None) is None:
+                raise DataError(
+                    f"the data has ended after {number} batches, but {batches} had been trained "
+                    "on in this pass. Give the same data, or begin a new run in a new folder."
+                )
 
     def _skip_pass(self) -> None:
-        """Draws the orders of a pass from which no step will take a batch."""
-        # The iterator draws the seeds of its shuffles when it is made.
-        iterator = iter(self._batches)
+        """Begins a pass from which no step will take a batch, and draws its orders."""
+        self._begin()
         if self._must_be_read and not self.data.holds(None):
-            for _ in iterator:
+            for _ in self._iterator:
                 pass
-
-    def find_fault(self, *, in_files: bool = False) -> Exception | None:
-        fault = fault_of(self._x) if in_files else None
-        if fault is None:
-            return None
-        error: DataError = DataError(
-            f"{fault}. Repair or remove it. A GZIP file is read as a stream, from which no record "
-            "is left out: gunzip the files for --skip_bad_records."
-        )
-        return error
-
-    def close(self) -> None:
-        pass
+        self._iterator, self._has_ended = None, True
 
 
 class PyDatasetFeed(DatasetFeed):
@@ -236,40 +232,39 @@ class PyDatasetFeed(DatasetFeed):
     Args:
         x: the PyDataset.
         class_weight: the weight of each class, or None.
-        is_training: whether one call of `fit` makes all passes. Otherwise each pass is an
-            evaluation of its own.
+        method: what takes the data; see `DatasetFeed`.
     """
 
-    def __init__(self, x: InOrder, class_weight: Any, *, is_training: bool) -> None:
-        super().__init__(x, class_weight)
-        self._in_order, self._is_training = x, is_training
+    def __init__(self, x: InOrder, class_weight: Any, method: Method) -> None:
+        super().__init__(x, class_weight, method)
+        self._in_order = x
         # Whether Keras' readers may hold batches of an earlier pass.
         self._is_used = False
 
-    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        if self._replayed:
-            return
+    def _begin(self, skipped: int = 0) -> None:
         self._in_order.begin_at = 0
         if self._is_used:
             self._build()
         self._in_order.begin_at, self._is_used = skipped, True
-        self._adapter.on_epoch_begin()
-        rest = self._batches.take(len(self._in_order) - skipped) if skipped else self._batches
-        self._iterator = iter(rest)
+        if skipped:
+            self._iterator = iter(self._batches.take(len(self._in_order) - skipped))
+        super()._begin()
 
-    def end_pass(self, complete: bool = False) -> None:
-        super().end_pass(complete)
+    def end_pass(self, *, complete: bool = False) -> None:
+        super().end_pass()
         if complete:
             self._is_used = self._in_order.begin_at > 0
 
-    def set_state(self, state: State) -> None:
+    def set_state(self, state: State, batches: int = 0) -> None:
         # The PyDataset is called directly, without Keras' readers, so nothing is read.
         for _ in range(state["passes"]):
-            self._passes += 1
-            if not self._is_training:
+            if self._resets:
                 self._in_order.on_epoch_end()
             self._in_order.on_epoch_begin()
             self._in_order.on_epoch_end()
+            self._passes += 1
+        if batches:
+            self._begin(batches)
 
 
 class InOrder(keras.utils.PyDataset):

@@ -26,8 +26,8 @@ from tfmulti.data.transforms.class_weights import Weighted
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError, ModelError
 from tfmulti.training.input.dataset_feed import DatasetFeed, InOrder, PyDatasetFeed
-from tfmulti.training.input.interface import DataDescription, Feed, State
-from tfmulti.training.input.prefetcher import DEFAULT, Prefetcher, prefetcher_of, specs_of
+from tfmulti.training.input.interface import DataDescription, Feed, Method, State
+from tfmulti.training.input.prefetcher import DEFAULT, prefetcher_of, specs_of
 from tfmulti.training.input.shuffle import KerasOrder, Shuffle
 from tfmulti.training.input.worker_batch import Ahead
 
@@ -60,57 +60,43 @@ class SourceFeed(Feed):
             sizes={"examples": plan.examples, "global_batch_size": plan.global_batch_size},
             digest=source.digest,
         )
-        self._prefetcher: Prefetcher | None = None
         self._queue: Any = None
-        self._is_at_start = False
+        # The step whose batch is the next one of the queue.
+        self._next_step = 0
 
     def copy(self) -> SourceFeed:
         """Returns a new feed of the same batches."""
         return SourceFeed(self.examples, self.plan, self._placement, self.reading)
 
-    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        if self._prefetcher is None or first_step or not self._is_at_start:
+    def take(self, step: int, steps: int | None) -> Any:
+        if self.reader is not None and step != self._next_step and not self._is_same(step):
             self.close()
-            self._prefetcher = prefetcher_of(
-                self.examples, self.plan, self._placement, first_step, self.reading
+        if self.reader is None:
+            self.reader = prefetcher_of(
+                self.examples, self.plan, self._placement, step, self.reading
             )
-            self._queue = self._prefetcher.queue
+            self._queue = self.reader.queue
             if self._placement.gpus:
                 self._queue = Ahead(self._queue, self._placement.gpus)
-        self._is_at_start = False
-
-    def source(self, steps: int) -> Any:
+        self._next_step = step + (steps or 1)
         return self._queue
 
-    def __next__(self) -> Any:
-        assert self._prefetcher is not None
-        return self._prefetcher.queue.take()
+    def _is_same(self, step: int) -> bool:
+        """Returns whether the batches that were read ahead are those of a step of another pass."""
+        assert self.reader is not None
+        is_at_same_place = (step - self._next_step) % self.plan.steps_per_epoch == 0
+        return self.plan.seed is None and is_at_same_place and self.reader.error is None
 
-    def end_pass(self, complete: bool = False) -> None:
-        # Without a shuffle the next pass has the same order. The batches that were read ahead are
-        # then its first ones.
-        self._is_at_start = complete and self.plan.seed is None and self.find_fault() is None
-        if not self._is_at_start:
-            self.close()
+    def end_pass(self, *, complete: bool = False) -> None:
+        # The next pass may have the same batches, so the reader goes on.
+        pass
 
     def get_state(self, batches: int) -> State:
         # The step tells the position.
         return {}
 
-    def set_state(self, state: State) -> None:
+    def set_state(self, state: State, batches: int = 0) -> None:
         pass
-
-    def find_fault(self, *, in_files: bool = False) -> Exception | None:
-        return self._prefetcher.error if self._prefetcher else None
-
-    @property
-    def threads(self) -> int | None:
-        return self._prefetcher.threads if self._prefetcher else self.reading.threads
-
-    def close(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +128,7 @@ def make_feed(
     arguments: DataArguments,
     placement: Placement,
     reading: ReadOptions = DEFAULT,
-    *,
-    is_training: bool = False,
+    method: Method = "predict",
 ) -> Feed:
     """Returns the feed of any data that Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
@@ -151,7 +136,7 @@ def make_feed(
         arguments: the data. A feed is returned as it is.
         placement: this process' place among the workers.
         reading: how the examples of arrays and sources are read.
-        is_training: whether the data is for `fit`, where a pass may go on over several epochs of
+        method: what takes the data. In `fit` a pass may go on over several epochs of
             `steps_per_epoch` steps.
 
     Raises:
@@ -177,8 +162,8 @@ def make_feed(
     if _is_batched(x):
         _check_no_more(x, y=y, sample_weight=weights)
         if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
-            return PyDatasetFeed(InOrder(x, seed), class_weight, is_training=is_training)
-        return DatasetFeed(x, class_weight, uses_next=is_training and bool(steps))
+            return PyDatasetFeed(InOrder(x, seed), class_weight, method)
+        return DatasetFeed(x, class_weight, method, steps if method == "fit" else None)
     if class_weight is not None:
         weights = weights_of_classes(y, class_weight, weights)
     source: Source = array_source(x, y, weights)

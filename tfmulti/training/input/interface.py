@@ -1,24 +1,26 @@
-"""The interface of feeds: an iterator of global batches that saves its position.
+"""The interface of feeds: global batches in passes, with a position that can be saved.
 
 The loop uses a feed in this order:
 
-    feed.begin_call()
-    feed.set_state(state)                    only if the run is resumed
+    feed.set_state(state, batches)           only if the run is resumed
     for each pass:
-        feed.begin_pass(first_step, skipped)
-        source = feed.source(steps)          for an execution of several steps, or
-        batch = next(feed)                   where the data may end after any batch
+        source = feed.take(step, steps)      for each execution
         state = feed.get_state(batches)      at a checkpoint
-        feed.end_pass(complete)
+        feed.end_pass(complete=...)
     feed.close()
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from tfmulti.training.input.prefetcher import Prefetcher
+
+# The method of a model that takes the data.
+Method = Literal["fit", "evaluate", "predict"]
 
 # What `Feed.get_state` returns, in plain values and arrays.
 State = dict[str, Any]
@@ -37,6 +39,8 @@ class DataDescription:
         sizes: the sizes by name that must be the same when a run is resumed.
         digest: returns a number that differs if the data differs. It returns None if each batch has
             a digest instead.
+        fault_in_files: reads the files of the data again, and returns the first fault in them, or
+            None.
     """
 
     specs: Any
@@ -45,6 +49,7 @@ class DataDescription:
     endless: bool
     sizes: dict[str, Any]
     digest: Callable[[], int | None]
+    fault_in_files: Callable[[], str | None] = lambda: None
 
     def holds(self, batches: int | None) -> bool:
         """Returns whether one iterator is known to give enough batches.
@@ -56,47 +61,35 @@ class DataDescription:
         return known is None or (batches is not None and batches <= known)
 
 
-class Feed(Iterator[Any]):
+class Feed(ABC):
     """The global batches of a training or an evaluation, in passes.
 
     A pass reads each global batch of the data once.
 
     Attributes:
         data: what is known of the data.
+        reader: what reads this worker's rows ahead. None if nothing is read yet, or if TensorFlow
+            reads the data.
     """
 
     data: DataDescription
+    reader: Prefetcher | None = None
 
     @abstractmethod
-    def begin_pass(self, first_step: int = 0, skipped: int = 0) -> None:
-        """Begins a pass, or continues the pass that `set_state` was given.
+    def take(self, step: int, steps: int | None) -> Any:
+        """Returns what the next execution takes its batches from, or None if the pass is over.
 
-        A feed with random access begins at `first_step`. Any other feed begins after the first
-        `skipped` batches of the pass. If it has no saved position, it reads these batches first.
+        It begins a pass if none is open.
 
         Args:
-            first_step: the step, counted over all epochs.
-            skipped: the batches of the pass that were trained on before.
-
-        Raises:
-            DataError: the data ends within the skipped batches.
+            step: the first step of the execution, counted over all epochs.
+            steps: the number of steps of an execution that takes from a queue or an iterator. None
+                gives a single batch instead, because the data may end after any batch.
         """
 
     @abstractmethod
-    def source(self, steps: int) -> Any:
-        """Returns the queue or iterator from which an execution of `steps` takes its batches."""
-
-    @abstractmethod
-    def __next__(self) -> Any:
-        """Returns the next `WorkerBatch`, or an Optional of a global batch.
-
-        Raises:
-            StopIteration: the pass is over.
-        """
-
-    @abstractmethod
-    def end_pass(self, complete: bool = False) -> None:
-        """Ends the pass.
+    def end_pass(self, *, complete: bool = False) -> None:
+        """Ends the pass, if one is open.
 
         Args:
             complete: whether the steps have taken each batch of the pass and were not stopped.
@@ -108,40 +101,27 @@ class Feed(Iterator[Any]):
 
         Args:
             batches: the batches of the pass that the steps have taken. Only the loop knows them,
-                because executions take them from `source`.
+                because executions take them from a queue or an iterator.
         """
 
     @abstractmethod
-    def set_state(self, state: State) -> None:
-        """Gives a new feed the state of the feed of the stopped run.
+    def set_state(self, state: State, batches: int = 0) -> None:
+        """Brings a new feed to the position of the feed of the stopped run.
 
         Each iterator may shuffle the data for the next one. So the iterators of the stopped run are
         made again, unless `state` holds the states of their random generators.
 
         Args:
             state: what `get_state` returned there.
+            batches: the batches of the pass that were trained on before. If `state` has no
+                position, they are read first.
+
+        Raises:
+            DataError: the data ends within these batches.
         """
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends the threads of the feed. A closed feed may begin another pass."""
-
-    def begin_call(self) -> None:
-        """Tells a PyDataset that `fit` or an evaluation begins, as Keras does by `on_epoch_end`."""
-
-    def end_epoch(self) -> None:
-        """Tells a PyDataset without end that an epoch has ended while its pass goes on."""
-
-    @property
-    def threads(self) -> int | None:
-        """The number of threads that read examples besides the feeder thread; None if unknown."""
-        return None
-
-    def find_fault(self, *, in_files: bool = False) -> Exception | None:
-        """Returns the error that tells why the data cannot be read on, or None.
-
-        Args:
-            in_files: whether to look for the bad record in the files. They are read again for that,
-                so an error of TensorFlow must point at them first.
-        """
-        return None
+        """Ends the threads of the feed."""
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.data import sharding
+from tfmulti.distribution.agreement import MOST_EXACT
 from tfmulti.distribution.replica_context import rows_of
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import DataError
@@ -104,7 +105,7 @@ def _checks(batch: Any) -> list[Any]:
 
 
 def _digest(batch: Any) -> tf.Tensor:
-    """Returns a number below 2**24 that shows whether workers read different batches, int32 scalar.
+    """Returns an int32 below `MOST_EXACT` that shows whether workers read different batches.
 
     The number is a hash of the number of rows, of the first and the last row, and of the lengths of
     texts. This hash is cheap, and a shuffle without a seed changes it.
@@ -117,4 +118,5 @@ def _digest(batch: Any) -> tf.Tensor:
         elif isinstance(leaf, tf.Tensor):
             sums.append(tf.reduce_sum(tf.cast(tf.strings.length(leaf), tf.float64)))
     text = tf.strings.as_string(tf.stack([tf.cast(_rows(batch), tf.float64), *sums]))
-    return tf.cast(tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), 1 << 24), tf.int32)
+    digest = tf.strings.to_hash_bucket_fast(tf.strings.reduce_join(text), MOST_EXACT)
+    return tf.cast(digest, tf.int32)

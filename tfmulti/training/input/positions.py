@@ -14,6 +14,9 @@ last row, although the order of the next pass is drawn from its state.
 
 Some Datasets draw an order only while they are read. So in the second way the batches of their
 earlier passes are read, too (`must_be_read`). All other Datasets need not read them.
+
+Both cases must stay. Without `is_complete` a run that resumes near the end of a pass has other
+orders afterwards, and without `must_be_read` each resume would read all earlier passes.
 """
 
 from __future__ import annotations

@@ -53,10 +53,8 @@ class Trial:
             return
         assert isinstance(feed, DatasetFeed)
         self.runs_user_code = not feed.is_dataset
-        feed.begin_pass()
-        optionals = list(itertools.islice(feed, max(batches, replayed)))
+        optionals = feed.read_first(max(batches, replayed))
         self.batches = [optional.get_value() for optional in optionals[:batches]]
-        feed.give_again(optionals)
         if not is_long_enough:
             self._optionals = optionals[:batches]
         self.begin_again()
@@ -66,8 +64,7 @@ class Trial:
         self._close()
         if isinstance(self._feed, SourceFeed):
             feed = self._feed.copy()
-            feed.begin_pass()
-            self._iterator = feed.source(1)
+            self._iterator = feed.take(0, 1)
             self._close = feed.close
         elif isinstance(self._feed, DatasetFeed) and not self._optionals:
             self._iterator = self._feed.iterator_of(self.batches)

@@ -33,14 +33,8 @@ def data_faults_explained(feed: Feed) -> Iterator[None]:
     """
     try:
         yield
-    except tf.errors.OpError as error:
-        fault = feed.find_fault() or _fault_behind(error, feed)
-        if fault is None:
-            raise
-        raise fault from None
-    except UnicodeDecodeError:
-        # TensorFlow's message quotes the bytes of the record, and may not be UTF-8 text.
-        fault = feed.find_fault(in_files=True)
+    except (tf.errors.OpError, UnicodeDecodeError) as error:
+        fault = (feed.reader and feed.reader.error) or _fault_behind(error, feed)
         if fault is None:
             raise
         raise fault from None
@@ -52,15 +46,18 @@ def fault_of_any(strategy: tf.distribute.Strategy, feed: Feed) -> DataError:
     Every worker calls it: it is a collective. The error is that of the worker with the lowest rank
     among those that cannot read on.
     """
-    fault = feed.find_fault()
+    fault = feed.reader and feed.reader.error
     messages = gather_bytes(strategy, None if fault is None else str(fault).encode())
     first = next(message for message in messages if message is not None)
     error: DataError = DataError(first.decode())
     return error
 
 
-def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
+def _fault_behind(error: tf.errors.OpError | UnicodeDecodeError, feed: Feed) -> Exception | None:
     """Returns the fault of the data that has caused an error of a step, or None."""
+    if isinstance(error, UnicodeDecodeError):
+        # TensorFlow's message quotes the bytes of the record, and may not be UTF-8 text.
+        return _fault_in_files(feed)
     if not isinstance(error, FAULTS_OF_DATA):
         return None
     is_damaged = isinstance(error, tf.errors.DataLossError)
@@ -68,7 +65,7 @@ def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
         message = different_rows()
     else:
         in_files = is_damaged or f"{SCOPE}/" in error.message
-        fault_in_file = feed.find_fault(in_files=True) if in_files else None
+        fault_in_file = _fault_in_files(feed) if in_files else None
         if fault_in_file is not None or not is_damaged:
             return fault_in_file
         first_line = error.message.partition("\n")[0]
@@ -76,3 +73,15 @@ def _fault_behind(error: tf.errors.OpError, feed: Feed) -> Exception | None:
         message = f"a file of the data is damaged: {reason}. Find it, and copy it again."
     fault: Exception = DataError(message)
     return fault
+
+
+def _fault_in_files(feed: Feed) -> Exception | None:
+    """Returns the first fault in the files of a stream, or None. The files are read again."""
+    fault = feed.data.fault_in_files()
+    if fault is None:
+        return None
+    error: Exception = DataError(
+        f"{fault}. Repair or remove it. A GZIP file is read as a stream, from which no record is "
+        "left out: gunzip the files for --skip_bad_records."
+    )
+    return error

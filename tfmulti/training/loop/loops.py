@@ -73,15 +73,6 @@ class Training:
         """The steps of an epoch, or None if only reading tells it."""
         return self.steps_per_epoch or self.feed.data.steps
 
-    @property
-    def steps_per_pass(self) -> int | None:
-        """The steps of one pass if the iterator goes on over all epochs, or None."""
-        return self.feed.data.steps if self.feed.data.endless else None
-
-    def first_step(self, progress: Progress) -> int:
-        """Returns the next step, counted over all epochs."""
-        return progress.epoch * (self.steps or 0) + progress.step
-
     def steps_left(self, progress: Progress) -> int:
         """Returns the steps until the end of `fit`, or a number below 1 if it is unknown."""
         return (self.epochs - progress.epoch) * (self.steps or 0) - progress.step
@@ -118,7 +109,7 @@ def train(model: keras.Model, training: Training) -> Logs:
     callbacks, state, manager = training.callbacks, state_of(model), training.manager
     resumed = manager.start() if manager else None
     progress = resumed or Progress(initial_epoch_of(model, training.initial_epoch))
-    logs, is_open = dict(progress.logs), False
+    logs = dict(progress.logs)
     heartbeat().begin()
     has_trained, clock = False, StepClock()
     has_ended = progress.epoch >= training.epochs
@@ -134,13 +125,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(progress.epoch)
-        if not is_open:
-            training.feed.begin_pass(training.first_step(progress), progress.batches)
-            is_open = progress.goes_on = True
-        if manager is not None and resumed:
-            # Reading the data again may have drawn random numbers, so this comes last.
-            manager.restore_random_states()
-        resumed, has_trained = None, True
+        has_trained = True
         has_no_more, stopped = _epoch(model, training, progress, clock)
         logs = dict(progress.logs)
         # Histories hold whole epochs only.
@@ -152,9 +137,6 @@ def train(model: keras.Model, training: Training) -> Logs:
         with repeated or contextlib.nullcontext():
             if is_pass_over:
                 training.feed.end_pass(complete=not stopped)
-                is_open = False
-            else:
-                training.feed.end_epoch()
             if validates:
                 logs |= _validated(model, training)
         if state.run.stopped_by is not None:
@@ -162,7 +144,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         callbacks.on_epoch_end(progress.epoch, logs)
         progress.epoch, progress.step, progress.logs = progress.epoch + 1, 0, logs
         if is_pass_over:
-            progress.goes_on, progress.batches = False, 0
+            progress.batches = 0
         votes = votes_of(model, stop=bool(model.stop_training))
         if _stops(model, votes, _summed(model, votes)):
             progress.is_over = state.run.stopped_by is None
@@ -172,8 +154,7 @@ def train(model: keras.Model, training: Training) -> Logs:
             manager.end_epoch(progress)
     if manager is not None and has_trained:
         manager.save(progress, wait=True)
-    if is_open:
-        training.feed.end_pass()
+    training.feed.end_pass()
     return logs
 
 
@@ -209,13 +190,10 @@ def _lost_in_pass(model: keras.Model, feed: Feed, result: StepResult, before: in
     return before + lost
 
 
-def _source(feed: Feed, steps: int | None) -> Any:
-    """Returns what the next execution takes its batches from, or None at the end of the data.
-
-    It is the queue or the iterator of the feed if the number of steps is known, or else one batch.
-    """
+def _take(feed: Feed, step: int, steps: int | None) -> Any:
+    """Does what `Feed.take` does, and tells why the data cannot be read."""
     with data_faults_explained(feed):
-        return next(feed, None) if steps is None else feed.source(steps)
+        return feed.take(step, steps)
 
 
 def _epoch(
@@ -229,22 +207,22 @@ def _epoch(
     state, manager = state_of(model), training.manager
     placement = placement_of(model.distribute_strategy)
     clock.begin()
-    stops = False
+    has_ended = stops = False
     is_long_enough = training.has_all_batches(progress)
     per_execution = training.steps_per_execution if is_long_enough else StepsPerExecution(1)
-    per_pass = training.steps_per_pass if state.reading.skips_bad else None
-    earlier = training.first_step(progress) - progress.step
+    data = training.feed.data
+    per_pass = data.steps if data.endless and state.reading.skips_bad else None
+    earlier = progress.epoch * (training.steps or 0)
     for first, last in _executions(training.steps, per_execution, progress.step, per_pass, earlier):
         if per_pass and (earlier + first) % per_pass == 0:
             progress.lost = 0
         count = last - first + 1
-        take = functools.partial(_source, training.feed, count if is_long_enough else None)
-        source = clock.waiting(take)
+        steps = count if is_long_enough else None
+        source = clock.waiting(functools.partial(_take, training.feed, earlier + first, steps))
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
-            progress.logs = as_floats(progress.logs)
-            clock.stop(state, training.feed)
-            return True, False
+            has_ended = True
+            break
         training.callbacks.on_train_batch_begin(first)
         votes = votes_of(
             model,
@@ -278,7 +256,7 @@ def _epoch(
             break
     progress.logs = as_floats(progress.logs)
     clock.stop(state, training.feed)
-    return False, stops
+    return has_ended, stops
 
 
 def evaluate(
@@ -295,14 +273,13 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Logs = {}
-    feed.begin_pass()
     is_long_enough, batches, lost = feed.data.holds(count), 0, 0
     stops = False
     for first, last in _executions(
         count, StepsPerExecution(model.steps_per_execution if is_long_enough else 1)
     ):
         steps = last - first + 1
-        source = _source(feed, steps if is_long_enough else None)
+        source = _take(feed, first, steps if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
@@ -336,10 +313,9 @@ def predict(
     callbacks.on_predict_begin()
     batches = []
     several = placement_of(model.distribute_strategy).workers > 1
-    feed.begin_pass()
     is_long_enough = feed.data.holds(count)
     for first, last in _executions(count, StepsPerExecution(1)):
-        source = _source(feed, 1 if is_long_enough else None)
+        source = _take(feed, first, 1 if is_long_enough else None)
         if source is None:
             _check_data_was_enough(count, first, first)
             break
@@ -360,10 +336,7 @@ def predict(
 def run(
     model: keras.Model, execute: Execution, source: Any, count: int, votes: Votes
 ) -> StepResult:
-    """Runs an execution and returns its result. Every worker calls it.
-
-    Returns:
-        The result, whose `votes` are `Votes` of whole numbers.
+    """Runs an execution and returns its result, with `Votes`. Every worker calls it.
 
     Raises:
         DataError: the workers have read different batches. All workers raise it.
@@ -381,19 +354,19 @@ def run(
             "shuffles alike everywhere."
         )
     # The votes are copied from the device only once.
-    return result._replace(votes=Votes(*np.asarray(result.votes).tolist()))
+    return result._replace(votes=Votes(*np.asarray(result.votes).astype(int).tolist()))
 
 
 def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps: int = 0) -> Votes:
     """Returns this worker's votes, with the signal that it got."""
     state = state_of(model)
     return Votes(
-        requested=float(stop),
-        sigint=float(state.interrupted == "SIGINT"),
-        sigterm=float(state.interrupted == "SIGTERM"),
-        checkpoint=float(checkpoint),
-        steps=float(steps),
-        comparison=float(state.wants_comparison),
+        requested=int(stop),
+        sigint=int(state.interrupted == "SIGINT"),
+        sigterm=int(state.interrupted == "SIGTERM"),
+        checkpoint=int(checkpoint),
+        steps=steps,
+        comparison=int(state.wants_comparison),
     )
 
 
@@ -447,7 +420,7 @@ def _steps_wanted(model: keras.Model, per_execution: StepsPerExecution) -> int:
 
 def _summed(model: keras.Model, votes: Votes) -> Votes:
     """Returns each vote summed over all workers, for decisions outside of an execution."""
-    of_workers = gather(model.distribute_strategy, [int(vote) for vote in votes])
+    of_workers = gather(model.distribute_strategy, votes)
     return Votes(*map(sum, zip(*of_workers, strict=True)))
 
 

@@ -71,4 +71,5 @@ class StepClock:
     def stop(self, state: TrainerState, feed: Feed) -> None:
         """Stores the seconds of the epoch so far, and the reader threads, in the model's state."""
         self._read()
-        state.epoch = EpochTimes(self._seconds, self._waited_s, self._own_waited_s, feed.threads)
+        threads = None if feed.reader is None else feed.reader.threads
+        state.epoch = EpochTimes(self._seconds, self._waited_s, self._own_waited_s, threads)

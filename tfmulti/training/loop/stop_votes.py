@@ -12,7 +12,7 @@ from typing import NamedTuple
 class Votes(NamedTuple):
     """The votes of one worker, or their sums over all replicas.
 
-    Each replica adds the votes of its worker. They are whole numbers (`step.step_result`).
+    Each replica adds the votes of its worker.
 
     Attributes:
         requested: whether to stop, because a callback has asked for it.
@@ -23,12 +23,12 @@ class Votes(NamedTuple):
         comparison: whether to compare the times of the workers after this execution.
     """
 
-    requested: float = 0.0
-    sigint: float = 0.0
-    sigterm: float = 0.0
-    checkpoint: float = 0.0
-    steps: float = 0.0
-    comparison: float = 0.0
+    requested: int = 0
+    sigint: int = 0
+    sigterm: int = 0
+    checkpoint: int = 0
+    steps: int = 0
+    comparison: int = 0
 
     def reason_to_stop(self) -> str | None:
         """Returns the strongest reason to stop that a worker voted for, or None to go on.
@@ -50,4 +50,4 @@ class Votes(NamedTuple):
         >>> Votes(steps=40).agreed_steps(2)
         20
         """
-        return round(self.steps / local_replicas)
+        return self.steps // local_replicas

@@ -77,7 +77,7 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     state.saved_variables = late
     _set_metric_states(model, tree["metrics"])
     if tree.get("generator") is not None:
-        made_global_generator().state.assign(tree["generator"])
+        made_global_generator().state.assign(np.asarray(tree["generator"], np.int64))
     set_random_states(tree["random"])
 
 
@@ -223,8 +223,15 @@ def random_states() -> Tree:
 
 
 def set_random_states(saved: Tree) -> None:
-    """Sets Python's and NumPy's generators to the states that `random_states` returned."""
+    """Sets Python's and NumPy's generators to the states that `random_states` returned.
+
+    Raises:
+        ValueError: NumPy's position is not within its numbers.
+    """
     kind, numbers, position, has_gauss, gauss = saved["numpy"]
+    # NumPy does not check it, and would read memory outside of the numbers.
+    if not 0 <= position <= len(numbers):
+        raise ValueError(f"the position in NumPy's random numbers is {position!r:.40}")
     np.random.set_state((kind, numbers, position, has_gauss, gauss))
     version, python_numbers, next_gauss = saved["python"]
     random.setstate((version, tuple(int(number) for number in python_numbers), next_gauss))

@@ -88,14 +88,14 @@ class Execution:
             lambda queue: on_devices(self._next_batch(queue), placement.gpus)
         )
 
-    def __call__(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
+    def __call__(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
         with connections.own_errors(self._placement):
             result = self._call(source, steps, votes)
         name = "train_step" if self._training else "test_step"
         warn_of_unknown(self._model, name)
         return result
 
-    def _call(self, source: Any, steps: int, votes: Sequence[float]) -> StepResult:
+    def _call(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
         """Runs the compiled function that fits the source and the number of steps."""
         vote = tf.constant(votes, tf.float32)
         if isinstance(source, Ahead):
@@ -126,7 +126,7 @@ class Execution:
             return self.one, [source, vote]
         return self.several, [source, tf.constant(steps), vote]
 
-    def trace(self, source: Any, steps: int, votes: Sequence[float]) -> None:
+    def trace(self, source: Any, steps: int, votes: Sequence[int]) -> None:
         """Traces an execution without running it, and so builds the layers that its steps use.
 
         If the next call has the same source, it uses the traced function. It is not traced again,

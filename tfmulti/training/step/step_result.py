@@ -5,9 +5,8 @@ changes of the moving statistics. So all workers get the same logs, make the sam
 have the same state after each execution.
 
 Votes, digests and counts are whole numbers, and travel as float32 beside the metrics. Their sums
-are below 2**24, so a float32 holds them exactly. A digest is below 2**24, and is added to zeros. As
-int32 these numbers would need another collective, so each execution would have one more message
-between the workers. Decisions outside of a step use int32 (`distribution.agreement`).
+are exact up to `agreement.MOST_EXACT`. The largest vote is a number of steps, and a digest is added
+to zeros. Decisions outside of a step use int32.
 """
 
 from __future__ import annotations
