@@ -34,7 +34,7 @@ SLURM = {
 SAGEMAKER = {"SM_HOSTS": '["a","b"]', "SM_CURRENT_HOST": "a"}
 
 MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
-    (["--stratgy", "auto"], {}, "no flag --stratgy; did you mean 'strategy'"),
+    (["--stratgy", "auto"], {}, "no flag --stratgy; did you mean --strategy"),
     (["--strategy", "mirored"], {}, "did you mean 'mirrored'"),
     (["--model", "resnet5"], {}, "did you mean 'resnet50'"),
     (["--dataset", "digts"], {}, "did you mean 'digits'"),

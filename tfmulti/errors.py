@@ -17,6 +17,7 @@ Each message is one line with the value, the rule, the place and the next step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -28,6 +29,19 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_PEER_LOST = 138
 # 128 + SIGTERM: everything is saved, and the run can be started again.
 EXIT_TERMINATED = 143
+
+
+# What Keras makes of the message of an error in the `call` of a layer.
+_IN_LAYER = re.compile(
+    r"Exception encountered when calling .*?\n\s*\x1b\[1m(.*?)\x1b\[0m\s*Arguments received by",
+    re.DOTALL,
+)
+
+
+def without_layer(message: str) -> str:
+    """Returns the message of an error, without what Keras adds to it about the layer."""
+    found = _IN_LAYER.search(message)
+    return found[1] if found else message
 
 
 class TfmultiError(Exception):
@@ -43,10 +57,11 @@ class TfmultiError(Exception):
     def __str__(self) -> str:
         """Returns the message in one line.
 
-        The traceback that TensorFlow writes before the message is left out.
+        What TensorFlow and Keras write around the message is left out: a traceback before it, and
+        the arguments of the layer.
         """
         message = super().__str__().rpartition(f"{type(self).__name__}: ")[2]
-        return " ".join(message.split())
+        return " ".join(without_layer(message).split())
 
 
 class VerificationError(TfmultiError):
@@ -110,7 +125,7 @@ class ResumeError(UserError):
 MOST_LISTED = 20
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns the end of an error message: a similar known name if there is one, then all names.
 
     If there is one, a list of more than `MOST_LISTED` names is left out.
@@ -118,14 +133,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Args:
         name: the unknown name.
         known: all known names.
+        prefix: what a user writes before each name, such as the dashes of a flag.
 
     >>> did_you_mean("resnet5", ["mlp", "resnet50"])
     "did you mean 'resnet50'? Known: mlp, resnet50."
+    >>> did_you_mean("cuont", ["count", "kind"], "--")
+    'did you mean --count? Known: --count, --kind.'
     """
     names = sorted(known)
     nearest = get_close_matches(name, names, n=1)
-    listed = ", ".join(names)
+    listed = ", ".join(prefix + name for name in names)
     if not nearest:
         return f"known: {listed}."
-    hint = f"did you mean {nearest[0]!r}?"
+    hint = f"did you mean {prefix + nearest[0] if prefix else repr(nearest[0])}?"
     return hint if len(names) > MOST_LISTED else f"{hint} Known: {listed}."

@@ -105,7 +105,7 @@ def test_json(
 @pytest.mark.parametrize(
     ("argv", "env", "words"),
     [
-        (["--jsn"], {}, "no flag --jsn; did you mean 'json'? Known: environment, json."),
+        (["--jsn"], {}, "no flag --jsn; did you mean --json? Known: --environment, --json."),
         (["--environment"], {}, "--environment: expected one argument. See tfmulti env --help."),
         (["--environment", "slurn"], {}, "no environment 'slurn'; did you mean 'slurm'? Known: "),
         (

@@ -24,9 +24,9 @@ def parser() -> Parser:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--out-fil", "x"], "no flag --out-fil; did you mean 'out-file'? Known: count, kind, ou"),
+        (["--out-fil", "x"], "no flag --out-fil; did you mean --out-file? Known: --count, "),
         (["--out", "x"], "no flag --out; "),
-        (["--cuont=3"], "no flag --cuont; did you mean 'count'"),
+        (["--cuont=3"], "no flag --cuont; did you mean --count"),
         (["file"], "unexpected argument 'file'. See tfmulti it --help."),
         (["--count"], "--count: expected one argument. See tfmulti it --help."),
         (["--count", "1.5"], "--count: '1.5' is not a whole number. See tfmulti it --help."),

@@ -87,7 +87,7 @@ def test_the_launcher_keeps_the_report_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--modl", "x"], "no flag --modl; did you mean 'model'?"),
+        (["--modl", "x"], "no flag --modl; did you mean --model?"),
         (["--model", "x"], "no model 'x' for --model; "),
         (["--epochs", "3"], "--epochs has no effect on the doctor. Leave it out."),
         (["--wait_s", "soon"], "--wait_s is 'soon', but it must be seconds above 0."),

@@ -170,7 +170,7 @@ def test_a_job_that_must_not_be_requeued(tmp_path: Path) -> None:
     [
         ({"program": ()}, "no program was given. Write it after --"),
         ({"program": ("-m",)}, "no program was given"),
-        ({"program": (*FIT, "--epoch", "3")}, "no flag --epoch; did you mean 'epochs'?"),
+        ({"program": (*FIT, "--epoch", "3")}, "no flag --epoch; did you mean --epochs?"),
         ({"program": (*FIT, "--seed", "%a", "--epochs", "0")}, "--epochs is 0, but it must be at"),
         ({"program": (*FIT, "--config", "a.json", "more")}, "the argument 'more' belongs to no fl"),
         ({"nodes": 0}, "--nodes is 0, but it must be at least 1"),
@@ -228,7 +228,7 @@ def test_options_that_only_begin_like_a_flag(option: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--node", "2", "--", "a"], "no flag --node; did you mean 'nodes'? Known: array, "),
+        (["--node", "2", "--", "a"], "no flag --node; did you mean --nodes? Known: --array, "),
         (["--nodes", "２", "--", "a"], "--nodes: '２' is not a whole number. See tfmulti sbatch"),
         (["--nodes", "-1", "--", "a"], "--nodes: '-1' is not a whole number"),
         (["--nodes", "--", "a"], "--nodes: expected one argument"),

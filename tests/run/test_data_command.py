@@ -147,7 +147,7 @@ def test_the_columns_of_a_wide_table_are_named(tmp_path: Path) -> None:
         ([], "no argument: one SOURCE is needed"),
         (["digits", "mnist"], "the arguments digits mnist: one SOURCE"),
         (["diggits"], "did you mean 'digits'"),
-        (["digits", "--wokers=2"], "no flag --wokers; did you mean 'workers'"),
+        (["digits", "--wokers=2"], "no flag --wokers; did you mean --workers"),
         (["digits", "--workers=0"], "--workers is '0', but it must be a number from 1"),
         (["images:/nowhere"], "--dataset images:/nowhere: /nowhere does not exist"),
         (["digits", "--global_batch_size=9999"], "is larger than the training data"),

@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0].lstrip("-").replace("_", "-")
         flags = [flag for action in self._actions for flag in action.option_strings]
         known = {flag[2:].replace("_", "-") for flag in flags if flag.startswith("--")}
-        raise ConfigError(f"no flag --{name}; {did_you_mean(name, known - {'help'})}")
+        raise ConfigError(f"no flag --{name}; {did_you_mean(name, known - {'help'}, '--')}")
 
 
 def whole_number(text: str) -> int:

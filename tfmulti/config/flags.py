@@ -103,7 +103,7 @@ def parse_into(
     except flags.UnrecognizedFlagError as error:
         name = error.flagname.lstrip("-")
         known = [flag for flag in values if flag not in unused]
-        raise ConfigError(f"no flag --{name}; {did_you_mean(name, known)}") from None
+        raise ConfigError(f"no flag --{name}; {did_you_mean(name, known, '--')}") from None
     except flags.Error as error:
         raise ConfigError(f"{error}. See --help.") from None
 
