@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmulti.distribution.replica_context import metric_variables
-from tfmulti.errors import ModelError
+from tfmulti.errors import ModelError, TfmultiError, without_layer
 from tfmulti.keras_patches.classes import original_classes
 from tfmulti.keras_patches.model_structure import build_from_specs, layers_of
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.state.user_lines import is_of_user
 
 
 def check_compiled(model: keras.Model) -> None:
@@ -130,8 +133,8 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             although there is only one replica. With several replicas they are always built.
 
     Raises:
-        ModelError: a part was made outside the scope, or a layer is stateful and there are several
-            replicas.
+        ModelError: the model cannot compute such a batch, a part was made outside the scope, or a
+            layer is stateful and there are several replicas.
     """
     _build_by_own_step(model, specs)
     try:
@@ -143,6 +146,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
                 f"the optimizer was made outside the strategy's scope. {relocation.SCOPE_ADVICE}"
             ) from None
         if _takes_batches_as_keras(model):
+            _explain(model, specs, error)
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
@@ -150,6 +154,33 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
         build_optimizers(model, specs)
     check_scope(model)
     check_rows_are_free(model)
+
+
+def _explain(model: keras.Model, specs: Any, error: Exception) -> None:
+    """Raises a ModelError in one line if an error tells that a model and its data do not match.
+
+    Args:
+        model: the model.
+        specs: `(x, y, sample_weight)` of the batch that it cannot compute.
+        error: what Keras has raised. For some errors it raises another one with its own advice.
+
+    Raises:
+        ModelError: a shape, a type or a value of the batch has led to the error.
+    """
+    cause = error.__context__ if type(error) is RuntimeError else error
+    if isinstance(cause, TfmultiError) or not isinstance(
+        cause, ValueError | TypeError | tf.errors.InvalidArgumentError
+    ):
+        return
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
+    inputs = ", ".join(f"{tuple(s.shape)} {tf.as_dtype(s.dtype).name}" for s in tf.nest.flatten(x))
+    reason = without_layer(str(cause)).strip().partition("\n")[0].rstrip(".")
+    frames = [f for f in traceback.extract_tb(cause.__traceback__) if is_of_user(f.filename)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    raise ModelError(
+        f"{type(model).__name__} cannot compute a batch of inputs {inputs}: "
+        f"{reason or type(cause).__name__}{place}. Change the model or the data."
+    ) from error
 
 
 def _takes_batches_as_keras(model: keras.Model) -> bool:

@@ -11,17 +11,16 @@ import contextlib
 import functools
 import linecache
 import os
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmulti.distribution.replica_slice import PerThread
+from tfmulti.training.state.user_lines import is_of_user
 
 
 @dataclass
@@ -162,17 +161,6 @@ def with_line_marker(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return unread
 
 
-# Lines in these folders are not the user's: Keras, TensorFlow, tfmulti and Python.
-_LIBRARY_FOLDERS = (
-    *(
-        os.path.dirname(os.path.abspath(str(file))) + os.sep
-        for file in (keras.__file__, tf.__file__)
-    ),
-    f"{Path(__file__).resolve().parents[2]}{os.sep}",
-    sysconfig.get_paths()["stdlib"] + os.sep,
-)
-
-
 def line_of(value: tf.Tensor) -> str | None:
     """Returns `file:line (source)` of the user's step that computes a tensor, or None.
 
@@ -191,11 +179,8 @@ def line_of(value: tf.Tensor) -> str | None:
     if inside is None:
         return None
     for frame in reversed(list(frames)[inside + 1 :]):
-        file = os.path.abspath(frame.filename)
-        if file.startswith(_LIBRARY_FOLDERS) or "__autograph_generated_file" in file:
-            continue
-        if not os.path.exists(file) or os.sep + "site-packages" + os.sep in file:
-            continue
-        source = linecache.getline(file, frame.lineno).strip()
-        return f"{os.path.basename(file)}:{frame.lineno}" + (f" ({source})" if source else "")
+        if is_of_user(frame.filename):
+            source = linecache.getline(frame.filename, frame.lineno).strip()
+            place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            return place + (f" ({source})" if source else "")
     return None

@@ -1,0 +1,80 @@
+"""Tests what is said of a model with its own `call` that cannot compute the data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfmulti
+
+pytestmark = pytest.mark.mirrored
+
+
+class Own(keras.Model):
+    """A model whose layers are given, and that tells no shape of its inputs."""
+
+    def __init__(self, first: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.first, self.last = first, keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+def fitted(first: Callable[[Any], Any], x: np.ndarray, outputs: int = 2) -> None:
+    model = Own(first)
+    model.compile("sgd", "mse")
+    tfmulti.prepare(model)
+    model.fit(x, np.zeros((len(x), outputs), np.float32), batch_size=4, verbose=0)
+
+
+def taking(inputs: int) -> keras.layers.Layer:
+    layer = keras.layers.Dense(4)
+    layer.build((None, inputs))
+    return layer
+
+
+IMAGES = np.zeros((8, 5, 5, 1), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("first", "x", "reason"),
+    [
+        (taking(784), np.zeros((8, 64), np.float32), "expected axis -1 of input shape to have"),
+        (keras.layers.Conv2D(4, 3), IMAGES, "has DataType uint8 not in list of allowed values"),
+        (lambda x: keras.ops.reshape(x, (-1, 7)), IMAGES, "must be evenly divisible by 7 but is 1"),
+    ],
+    ids=["shape", "type", "size"],
+)
+def test_a_batch_that_a_model_cannot_compute_is_told_in_one_line(
+    first: Callable[[Any], Any], x: np.ndarray, reason: str
+) -> None:
+    with pytest.raises(tfmulti.ModelError) as caught:
+        fitted(first, x)
+    message = str(caught.value)
+    shape = re.escape(f"{(4, *x.shape[1:])} {x.dtype}")
+    start = rf"Own cannot compute a batch of inputs {shape}: .*{re.escape(reason)}.*"
+    end = r" \(test_model_checks.py:\d+\)\. Change the model or the data\."
+    assert re.fullmatch(start + end, message), message
+    assert "\x1b" not in message
+
+
+def test_an_error_that_does_not_come_from_the_data_stays() -> None:
+    def fails(x: Any) -> Any:
+        return x.no_such_attribute
+
+    with pytest.raises(RuntimeError, match="no_such_attribute"):
+        fitted(fails, IMAGES)
+
+
+def test_an_error_of_tfmulti_stays() -> None:
+    def fails(x: Any) -> Any:
+        raise tfmulti.ModelError("take another layer.")
+
+    with pytest.raises(tfmulti.ModelError, match=r"^take another layer\.$"):
+        fitted(fails, IMAGES)

@@ -1,0 +1,28 @@
+"""Tells the lines of the user's program from those of libraries, for messages."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+# Lines in these folders are not the user's: Keras, TensorFlow, tfmulti and Python.
+_LIBRARY_FOLDERS = (
+    *(
+        os.path.dirname(os.path.abspath(str(file))) + os.sep
+        for file in (keras.__file__, tf.__file__)
+    ),
+    f"{Path(__file__).resolve().parents[2]}{os.sep}",
+    sysconfig.get_paths()["stdlib"] + os.sep,
+)
+
+
+def is_of_user(file: str) -> bool:
+    """Returns whether a file of a stack is part of the user's program."""
+    path = os.path.abspath(file)
+    if path.startswith(_LIBRARY_FOLDERS) or "__autograph_generated_file" in path:
+        return False
+    return os.path.exists(path) and os.sep + "site-packages" + os.sep not in path
