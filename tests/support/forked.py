@@ -24,7 +24,7 @@ from tests.support.processes import Processes, clean_env
 SERVER = Path(__file__).with_name("fork_server.py")
 # Other variables with these beginnings are read when Python, TensorFlow or Keras is imported.
 READ_BY_IMPORTS = ("PYTHON", "TF_", "KERAS_", "LD_", "HOME")
-READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS")
+READ_LATER = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "TF_CPU_ALLOCATOR_USE_BFC")
 
 
 @functools.cache

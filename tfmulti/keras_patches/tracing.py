@@ -5,6 +5,7 @@
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
 | `wholly_by_autograph` | `tf.__internal__.autograph.tf_convert`, `ag_ctx.ControlStatusCtx`, `converter.ConversionOptions` | none | as for `by_autograph` |
 | `traces_of` | `tf.function`'s `_list_all_concrete_functions` | none | TensorFlow tells them |
+| `graphs_called_by` | `tf.Graph`'s `_get_function` | none | TensorFlow gives the graph of a function that an operation calls |
 | `eager_mode` | `tf.__internal__.eager_context.eager_mode` | none | TensorFlow has a public way to leave a strategy's scope |
 """  # noqa: E501
 
@@ -42,6 +43,20 @@ def wholly_by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
 def traces_of(function: Any) -> list[Any]:
     """Returns the concrete functions that a `tf.function` has been traced to so far."""
     return list(function._list_all_concrete_functions())
+
+
+def graphs_called_by(op: tf.Operation) -> dict[str, Any]:
+    """Returns the graphs of the functions that an operation calls, by the names of its attributes.
+
+    Several functions of one attribute, such as the branches of `Case`, have a number at the end.
+    """
+    called = {}
+    for name, value in op.node_def.attr.items():
+        functions = [value.func] if value.HasField("func") else value.list.func
+        for number, function in enumerate(functions):
+            key = name if value.HasField("func") else f"{name}{number}"
+            called[key] = op.graph._get_function(function.name).graph
+    return called
 
 
 def eager_mode() -> contextlib.AbstractContextManager[None]:

@@ -23,32 +23,13 @@ from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DeviceError, ModelError
 from tfmulti.keras_patches.logs import errors_only
+from tfmulti.training.graph_memory import LOOPS, memory_of_graph
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step import step_of
 
 GB = 1e9
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# The result of these operations is their input under another name or shape.
-_SAME_MEMORY = _names(
-    "Identity IdentityN Reshape ExpandDims Squeeze StopGradient PreventGradient EnsureShape "
-    "ReadVariableOp PlaceholderWithDefault CheckNumerics"
-)
-# The result of these operations may take the memory of an input that nothing else needs.
-_IN_PLACE = _names(
-    "Add AddV2 AddN Sub Mul RealDiv Div Relu ReluGrad Relu6 Relu6Grad Elu EluGrad Selu Gelu Tanh "
-    "TanhGrad Sigmoid SigmoidGrad Rsqrt Sqrt Square Neg Exp Log Erf Maximum Minimum BiasAdd "
-    "Softmax LogSoftmax SelectV2 Pow DivNoNan MulNoNan SquaredDifference RsqrtGrad SqrtGrad Abs "
-    "Softplus SoftplusGrad"
-)
-# These operations run other graphs, whose tensors are not seen here.
-_HIDING = _names("While StatelessWhile If StatelessIf Case PartitionedCall StatefulPartitionedCall")
 
 
 @dataclass(frozen=True)
@@ -67,8 +48,8 @@ class MemoryEstimate:
             `fixed + per_row * n`, for activations and the gradients that are there with them.
         checkpoint: the size of a checkpoint on the disk.
         device: the memory of one device, or None if it is not known.
-        unseen: the kinds of operations whose memory the trace does not show, such as the loops of
-            recurrent layers. The real need is then larger.
+        unseen: a reason for each part of the step whose memory the trace does not tell, such as a
+            loop with an unknown number of passes. The real need is then larger.
     """
 
     rows: int
@@ -199,9 +180,9 @@ class MemoryEstimate:
             f"{size(self.gradients)}, and a checkpoint {size(self.checkpoint)}",
         ]
         if self.unseen:
-            lines.append(
-                f"more than that, because the memory of {', '.join(self.unseen)} is not seen"
-            )
+            first, *others = self.unseen
+            more = f" ({len(others)} more such places)" if others else ""
+            lines.append(f"more than that, because {first}{more}")
         if self.device is not None:
             verb = "has only" if self.fits is False else "has"
             lines.append(f"a device {verb} {size(self.device)}. {self.advice()}")
@@ -247,8 +228,12 @@ def memory_of_step(
     passes = state_of(model).options.microbatches
     rows_of_pass = math.ceil(rows / passes)
     graph, of_twice = _traced(model, [with_rows(specs, n * rows_of_pass) for n in (1, 2)])
-    lines = _lines(graph, of_twice, rows_of_pass)
-    kinds = {op.type for op in graph.get_operations() if op.type in _HIDING}
+    lines, unseen = _lines(graph, of_twice, rows_of_pass)
+    loops = [op.name for op in graph.get_operations() if op.type in LOOPS]
+    if passes > 1 and loops:
+        # The divisors of the losses are traced first (`microbatches`), and a loop that reads
+        # variables has effects, so TensorFlow does not drop it from that trace.
+        unseen.add(f"with microbatches TensorFlow runs the loop {loops[0]} once more")
     gradients = sum(_bytes_of(v) for v in model.trainable_variables)
     weights = sum(_bytes_of(v) for v in model.variables)
     optimizers = model_checks.optimizers_of(model)
@@ -265,7 +250,7 @@ def memory_of_step(
         lines=_highest(lines),
         checkpoint=weights + slots,
         device=_memory_of_gpus(len(placement.gpus)) if device is None else device,
-        unseen=tuple(sorted(kinds)),
+        unseen=tuple(sorted(unseen)),
     )
 
 
@@ -370,24 +355,29 @@ def _traced(model: keras.Model, forms: Sequence[Any]) -> list[tf.Graph]:
                 tf.raw_ops.AssignVariableOp(resource=copy.handle, value=nothing)
 
 
-def _lines(graph: tf.Graph, of_twice: tf.Graph, rows: int) -> list[tuple[float, float]]:
+def _lines(
+    graph: tf.Graph, of_twice: tf.Graph, rows: int
+) -> tuple[list[tuple[float, float]], set[str]]:
     """Returns for each operation `(fixed, per_row)` of the bytes that are alive there.
 
-    If the graphs differ in their operations, the result is the line of their largest bytes.
+    If the graphs differ in their operations, the result is the line of their largest bytes. The
+    second result has the reasons why there may be more bytes.
 
     Args:
         graph: the graph of a step of `rows` rows.
         of_twice: the graph of a step of twice as many rows.
         rows: the number of rows.
     """
-    at, at_twice = _alive(graph), _alive(of_twice)
+    of_graph, of_graph_twice = memory_of_graph(graph), memory_of_graph(of_twice)
+    at, at_twice = of_graph.needed, of_graph_twice.needed
     kinds, kinds_of_twice = (
         [op.type for op in each.get_operations()] for each in (graph, of_twice)
     )
     if kinds != kinds_of_twice:
         at, at_twice = [max(at)], [max(at_twice)]
     slopes = ((high - low) / rows for low, high in zip(at, at_twice, strict=True))
-    return [(low - slope * rows, slope) for low, slope in zip(at, slopes, strict=True)]
+    lines = [(low - slope * rows, slope) for low, slope in zip(at, slopes, strict=True)]
+    return lines, of_graph.unknown
 
 
 def _highest(lines: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
@@ -401,54 +391,6 @@ def _highest(lines: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
         if not highest or line[0] > max(fixed for fixed, _ in highest):
             highest.append(line)
     return tuple(highest)
-
-
-def _alive(graph: tf.Graph) -> list[int]:
-    """Returns the bytes that the tensors of a graph need at each of its operations.
-
-    The operations run in the order of the trace. A tensor's memory is free after the last operation
-    that reads it. Variables and the batch are not counted.
-    """
-    operations = graph.get_operations()
-    memory: dict[Any, Any] = {}  # the tensor whose memory a tensor has
-    readers: dict[Any, int] = {}
-    sizes: dict[Any, int] = {}
-    for op in operations:
-        for index, output in enumerate(op.outputs):
-            if op.type in _SAME_MEMORY and len(op.inputs):
-                memory[output.ref()] = memory[op.inputs[index].ref()]
-            else:
-                memory[output.ref()] = output.ref()
-                sizes[output.ref()] = _size(output)
-    for tensor in [*(i for op in operations for i in op.inputs), *graph.outputs]:
-        owner = memory[tensor.ref()]
-        readers[owner] = readers.get(owner, 0) + 1
-    alive, needed = 0, []
-    for op in operations:
-        inputs = [memory[tensor.ref()] for tensor in op.inputs]
-        own = [output.ref() for output in op.outputs if memory[output.ref()] == output.ref()]
-        needs = sum(sizes[output] for output in own)
-        taken = 0
-        if op.type in _IN_PLACE and needs:
-            last = (owner for owner in inputs if readers[owner] == inputs.count(owner))
-            taken = next((sizes[owner] for owner in last if sizes[owner] == needs), 0)
-        alive += needs
-        needed.append(alive - taken)
-        for owner in inputs:
-            readers[owner] -= 1
-        for owner in {owner for owner in [*inputs, *own] if not readers.get(owner)}:
-            alive -= sizes[owner]
-            sizes[owner] = 0
-    return needed
-
-
-def _size(tensor: tf.Tensor) -> int:
-    """Returns the bytes of a tensor that an operation makes; 0 for the batch and for handles."""
-    if tensor.op.type in ("Placeholder", "Const", "ReadVariableOp"):
-        return 0
-    if tensor.dtype in (tf.resource, tf.variant) or not tensor.shape.is_fully_defined():
-        return 0
-    return int(math.prod(tensor.shape.as_list()) * tensor.dtype.size)
 
 
 def _memory_of_gpus(count: int) -> int | None:
