@@ -17,6 +17,14 @@ def choose(strategy: str, **changes: Any) -> Any:
     return select(strategy, **{"replicas": None, "cluster": None, "gpus": 0, **changes})
 
 
+def test_a_misspelt_strategy_is_refused() -> None:
+    """It must not train on one machine in silence, although there is a cluster."""
+    with pytest.raises(
+        ConfigError, match="no strategy 'multiworker'; did you mean 'multi_worker_mirrored'"
+    ):
+        choose("multiworker", cluster=CLUSTER)
+
+
 @pytest.mark.parametrize(
     ("changes", "strategy", "count", "device", "why"),
     [

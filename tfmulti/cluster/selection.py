@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfmulti.cluster.cluster import Cluster
-from tfmulti.errors import ConfigError, DeviceError
+from tfmulti.config.registry import STRATEGIES
+from tfmulti.errors import ConfigError, DeviceError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,14 @@ def select(
         ignore_cluster: whether the run trains on this machine alone.
 
     Raises:
-        ConfigError: the strategy does not fit the cluster.
+        ConfigError: there is no such strategy, or it does not fit the cluster.
         DeviceError: the number of replicas does not fit the strategy or the devices.
 
     >>> select("auto", replicas=None, cluster=None, gpus=4).why
     'auto chose mirrored: this machine has 4 GPUs'
     """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"no strategy {strategy!r}; {did_you_mean(strategy, STRATEGIES)}")
     check_cluster_use(strategy, cluster, ignore_cluster)
     check_replicas(replicas, gpus)
     if ignore_cluster:

@@ -25,7 +25,6 @@ from tfmulti.config.training_options import (
 )
 from tfmulti.errors import ConfigError, ResumeError, RunDirError, did_you_mean
 
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 DECAYS = ("constant", "cosine")
 # Copied from `tfmulti.cluster.environments`, because `config` stands below `cluster`.
@@ -70,7 +69,7 @@ class FitConfig(TrainingOptions):
         "auto",
         "How the work is spread. auto: a cluster in the environment means several "
         "workers, several GPUs mean mirrored, else one device.",
-        choices=STRATEGIES,
+        choices=registry.STRATEGIES,
         free=True,
     )
     replicas: int | None = flag(

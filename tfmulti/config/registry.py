@@ -52,6 +52,8 @@ MODELS: dict[str, ModelEntry] = {
     ),
 }
 
+# The names of the strategies that `cluster.selection` chooses from.
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker_mirrored")
 # The names of the optimizers that `run.optimizers` makes.
 OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "adafactor", "lion", "muon")
 
