@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,8 @@ from tests.support.benches import Launched, bench
 from tfmulti.bench import __main__ as command
 from tfmulti.bench import flags
 from tfmulti.bench.config import MatrixPoint, cores_of
-from tfmulti.bench.matrix import Matrix, MeasurementError
+from tfmulti.bench.matrix import Matrix, MeasurementError, MeasurementStopped
+from tfmulti.config.troubleshooting import print_error
 from tfmulti.errors import ConfigError
 
 
@@ -68,7 +70,7 @@ MISTAKES = [
     (["--epochs", "3"], "--epochs has no effect on a measurement. Leave it out"),
     (["--run_dir", "r"], "--run_dir has no effect"),
     (["--strategy", "mirrored"], "--strategy has no effect"),
-    (["--replica", "2"], "no flag --replica; did you mean 'replicas'"),
+    (["--replica", "2"], "no flag --replica; did you mean --replicas"),
     (["resnet20"], "the argument 'resnet20' belongs to no flag"),
     (["--per_replica_batch_size", "8"], "is valid only with --weak"),
     (["--global_batch_size", "3", "--replicas", "4"], "has fewer rows than 4 replicas"),
@@ -186,6 +188,27 @@ def test_a_process_that_fails_ends_the_command(code: int, message: str, tmp_path
     # The logs of a process that failed stay. A command that was stopped leaves nothing.
     assert (tmp_path / "o" / "logs").exists() == (code == 3)
     assert (tmp_path / "o").exists() == (code == 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_points_leaves_no_files(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = bench(replicas=(1, 2), output_dir=tmp_path / "o")
+    launched = Launched(config)
+
+    def say(*words: str) -> None:
+        assert (tmp_path / "o" / "logs").exists()
+        signal.raise_signal(number)
+
+    with pytest.raises(MeasurementStopped) as raised:
+        Matrix(config, (0,), (), {}, say, launched).measure()
+    assert raised.value.exit_code == 128 + number
+    assert len(launched.requests) == 1
+    assert not (tmp_path / "o").exists()
+    print_error(raised.value)
+    line = "tfmulti: stopped before all was measured, so no file was kept.\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_command_writes_its_results(

@@ -15,9 +15,10 @@ from tfmulti.config.run_directory import write_text
 from tfmulti.errors import TfmultiError
 from tfmulti.launch import supervisor
 from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.guard import STOPPING
 
-# The exit codes 128 + SIGHUP, 128 + SIGINT and 128 + SIGTERM.
-_STOPPED = (129, 130, 143)
+# The exit codes of a launcher that was stopped.
+_STOPPED = {128 + number for number in STOPPING}
 # The first step may take long, because it is traced.
 _STALL_S = 120.0
 # A measurement has nothing to save when it is stopped.
@@ -38,6 +39,12 @@ class MeasurementError(TfmultiError):
     def __init__(self, words: str, exit_code: int) -> None:
         super().__init__(words)
         self.exit_code = exit_code
+
+
+class MeasurementStopped(MeasurementError):
+    """Raised if the command was stopped by a signal. Nothing has failed, so no page explains it."""
+
+    anchor = ""
 
 
 @dataclass
@@ -66,8 +73,20 @@ class Matrix:
         """Measures all rounds, of which every second one goes from the last point to the first.
 
         Raises:
-            MeasurementError: a process failed, or was stopped by a signal.
+            MeasurementError: a process failed.
+            MeasurementStopped: a signal has stopped the command. The files of all rounds are gone.
         """
+        try:
+            # Between two points no launcher hears the signals.
+            with supervisor.stopping_by_signals():
+                self._measure_rounds()
+        except supervisor.Stopped as stop:
+            self._remove_files()
+            words = "stopped before all was measured, so no file was kept."
+            raise MeasurementStopped(words, 128 + stop.number) from None
+
+    def _measure_rounds(self) -> None:
+        """Measures all rounds."""
         for number_of_round in range(self.config.rounds):
             direction = -1 if number_of_round % 2 else 1
             for point in self.config.points[::direction]:
@@ -115,8 +134,7 @@ class Matrix:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[: point.devices])
         code = self.launch(launch, env)
         if code in _STOPPED:
-            self._remove_files()
-            raise MeasurementError("stopped before all was measured, so no file was kept.", code)
+            raise supervisor.Stopped(code - 128)
         if code:
             raise MeasurementError(
                 f"the measurement of {point.name} failed; its processes' output is in "
