@@ -229,6 +229,11 @@ def test_gathered_numbers_and_bytes_are_exact(results: list[Any]) -> None:
     assert results == [[numbers, True, True]] * 2
 
 
+@behaviour(usage.heartbeat_while_it_waits_for_bytes, at=[TWO_WORKERS])
+def test_a_worker_that_waits_for_bytes_is_not_stuck_by_itself(results: list[Any]) -> None:
+    assert results == [True, True]
+
+
 @behaviour(usage.backup_and_restore_after_an_error, at=[ONE_DEVICE, TWO_REPLICAS])
 def test_backup_and_restore_resumes_in_one_process(results: list[Any]) -> None:
     assert results == [[2, 3]]

@@ -66,9 +66,20 @@ def gather_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[b
         strategy: the strategy of the run.
         data: the bytes of this worker, or None.
     """
-    placement = placement_of(strategy)
-    if placement.workers == 1:
+    if placement_of(strategy).workers == 1:
         return [data]
+    # The time of an exchange depends on the bytes, so it tells nothing about any other exchange.
+    with heartbeat().working(_Exchange()):
+        return _gathered_bytes(strategy, data)
+
+
+class _Exchange:
+    """The kind of one exchange of bytes, for the heartbeat."""
+
+
+def _gathered_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[bytes | None]:
+    """Does the work of `gather_bytes` on several workers."""
+    placement = placement_of(strategy)
     sizes = [size for (size,) in _gathered(strategy, [-1 if data is None else len(data)])]
     # Each worker's bytes are filled up to whole int32 numbers.
     ends = np.cumsum([-(-max(size, 0) // 4) for size in sizes])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tfmulti import prepare
 from tfmulti.distribution.agreement import gather, gather_bytes
+from tfmulti.launch.heartbeat import FIRST, heartbeat
 from tfmulti.training.input import pipeline
 
 
@@ -282,6 +285,28 @@ def numbers_gathered_from_each_worker() -> Any:
     lengthy = gather_bytes(here.strategy, long if rank else None) == [None, long]
     short = gather_bytes(here.strategy, b"\x00\x80" * rank) == [b"", b"\x00\x80"]
     return [gather(here.strategy, [-(2**62) - rank, 0, rank]), lengthy, short]
+
+
+def heartbeat_while_it_waits_for_bytes() -> Any:
+    """Returns whether worker 0 has told that it may wait before worker 1 has given its bytes."""
+    told, given_up = here.shared / "told", here.shared / "given up"
+
+    def wait_for(happened: Callable[[], bool]) -> bool:
+        until = time.monotonic() + 30
+        while not happened() and time.monotonic() < until:
+            time.sleep(0.01)
+        return happened()
+
+    def look() -> None:
+        waits = wait_for(lambda: heartbeat().record().phase == FIRST)
+        (told if waits else given_up).touch()
+
+    if here.placement.is_chief:
+        threading.Thread(target=look).start()
+    else:
+        wait_for(lambda: told.exists() or given_up.exists())
+    gather_bytes(here.strategy, b"")
+    return told.exists()
 
 
 class Batches(keras.utils.PyDataset):
