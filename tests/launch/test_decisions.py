@@ -42,7 +42,7 @@ from tfmulti.launch.heartbeat import (
     read_progress,
     saved_before,
 )
-from tfmulti.launch.idle import Idle, Use
+from tfmulti.launch.idle import Idle, Use, used_by_groups
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.output import Output
 from tfmulti.launch.policy import (
@@ -173,19 +173,46 @@ def test_a_job_stands_still(timings: list[StepTiming], stands: bool) -> None:
 
 
 def test_groups_that_use_no_core_are_seen() -> None:
-    times = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    times = iter([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     used = iter(
         [
             {7: Use(1.0)},
             {7: Use(1.01), 8: Use()},  # one per cent of a core
             {7: Use(1.02), 8: Use(0.5)},
             {7: Use(1.02, waits_for_disk=True), 8: Use(0.5)},
-            {7: Use(1.02), 8: Use(0.5)},
+            {7: Use(1.02, queued_s=0.4), 8: Use(0.5)},  # a busy machine wakes it late
+            {7: Use(1.02, queued_s=1.2), 8: Use(0.5)},  # it gets no core
         ]
     )
     idle = Idle(lambda: next(used), lambda: next(times))
-    assert [idle.since(7) for _ in range(5)] == [0.0, 0.0, 0.0, 3.0, 3.0]
+    assert [idle.since(7) for _ in range(6)] == [0.0, 0.0, 0.0, 3.0, 3.0, 5.0]
     assert idle._since[8] == 2.0
+
+
+def test_a_machine_that_was_paused_makes_no_group_idle() -> None:
+    used = [{7: Use()}, {7: Use(0.3)}, {7: Use(0.31)}]
+    times = iter([0.0, 60.0, 61.0])
+    idle = Idle(lambda: used.pop(0), lambda: next(times))
+    assert [idle.since(7) for _ in range(3)] == [0.0, 60.0, 60.0]
+
+
+def test_a_process_that_gets_no_core_is_seen(request: pytest.FixtureRequest) -> None:
+    """Two processes share one core, so each of them waits for it half of the time."""
+    core = str(min(os.sched_getaffinity(0)))
+    spins = ["taskset", "-c", core, sys.executable, "-c", "while True: pass"]
+    groups = []
+    for _ in range(2):
+        process = subprocess.Popen(spins, start_new_session=True)
+        request.addfinalizer(process.wait)
+        request.addfinalizer(process.kill)
+        groups.append(process.pid)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        used = used_by_groups()
+        if all(used[group].queued_s > 0.2 for group in groups):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{used}")
 
 
 def test_a_group_that_waits_for_a_disk_without_a_byte_is_idle_in_the_end() -> None:
@@ -383,7 +410,7 @@ def test_logs_stand_in_the_run_directory(flags: list[str]) -> None:
     ("argv", "words"),
     [
         ([], "no program was given"),
-        (["--nproc-per-nod", "2", "x.py"], "did you mean 'nproc-per-node'"),
+        (["--nproc-per-nod", "2", "x.py"], "did you mean --nproc-per-node"),
         (["--nproc-per-node", "0", "x.py"], "must be a whole number from 1"),
         (["--nproc-per-node", "gpu", "-m", "x"], "has no GPU that a program may see"),
         (["--max-restarts", "-1", "x.py"], "must be a whole number from 0"),

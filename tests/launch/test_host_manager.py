@@ -417,5 +417,5 @@ def test_a_machine_that_the_first_does_not_want(
     env = {**os.environ, "TFMULTI_SECRET": secret}
     started = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=env)
     joining = ended_after(request, started)
-    assert says in joining.communicate(timeout=20)[1]
+    assert says in joining.communicate(timeout=60)[1]
     assert joining.returncode == (1 if secret == SECRET[::-1] else 2)

@@ -1,8 +1,9 @@
 """Measures how long a process group has been idle, which shows whether a worker waits or works.
 
-A process group works if it uses more than 2 % of one core. It also counts as working while one of
-its processes waits for a disk, unless no byte has moved for two minutes. The figures come from
-/proc.
+A process group works if it uses more than 2 % of one core. On a busy machine a process may get no
+core although it needs one, so a group works, too, if its main threads wait for cores half of the
+time. It also counts as working while one of its processes waits for a disk, unless no byte has
+moved for two minutes. The figures come from /proc.
 
 A process group that polls for something that never comes works by this measure. So the class also
 measures since when a group is still: it may use cores, but reads and writes no byte of a disk, and
@@ -22,6 +23,12 @@ SAMPLE_S = 1.0
 # The share of one core above which a group works. A TensorFlow process that waits in a collective
 # uses 0.002.
 BUSY_SHARE = 0.02
+# The share of the time above which a group works that waits for a core. A process that sleeps and
+# looks again and again has less, also on a busy machine.
+QUEUED_SHARE = 0.5
+# A longer time between two samples counts as this: this process got no core either, or the machine
+# was paused, so the groups could use none for most of the time.
+_LONGEST_S = 5.0
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 
 # A group that takes this part more memory than ever before is not still.
@@ -40,12 +47,14 @@ class Use(NamedTuple):
         disk_bytes: the bytes read from and written to disks.
         waits_for_disk: whether a process waits for a disk at this moment.
         memory_pages: the pages of memory in use at this moment.
+        queued_s: the seconds that the main threads have waited for a core.
     """
 
     core_s: float = 0.0
     disk_bytes: int = 0
     waits_for_disk: bool = False
     memory_pages: int = 0
+    queued_s: float = 0.0
 
 
 def used_by_groups() -> dict[int, Use]:
@@ -66,6 +75,7 @@ def used_by_groups() -> dict[int, Use]:
             before.disk_bytes + _disk_bytes(entry),
             before.waits_for_disk or fields[0] == "D",
             before.memory_pages + int(fields[21]),
+            before.queued_s + _queued_s(entry),
         )
     return groups
 
@@ -79,6 +89,15 @@ def _disk_bytes(entry: Path) -> int:
         return 0
     counts = dict(line.split(": ") for line in lines)
     return int(counts["read_bytes"]) + int(counts["write_bytes"])
+
+
+def _queued_s(entry: Path) -> float:
+    """Returns how long the main thread of a process has waited for a core, or 0 if unknown."""
+    try:
+        return int((entry / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        # The process has ended, or this kernel does not tell it.
+        return 0.0
 
 
 class Idle:
@@ -148,9 +167,11 @@ class Idle:
             most, grown_s = self._grown.get(group, (0, now))
             grows = use.memory_pages > _GROWTH * most
             grown[group] = (use.memory_pages, now) if grows else (most, grown_s)
+            passed_s = min(now - self._sampled_s, _LONGEST_S)
             works = (
                 before is None
-                or use.core_s - before.core_s > BUSY_SHARE * (now - self._sampled_s)
+                or use.core_s - before.core_s > BUSY_SHARE * passed_s
+                or use.queued_s - before.queued_s > QUEUED_SHARE * passed_s
                 or (use.waits_for_disk and now - moved[group] < DISK_S)
             )
             since[group] = now if works else self._since.get(group, now)
