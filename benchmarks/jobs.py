@@ -59,9 +59,14 @@ class Job:
 
         Raises:
             TimeoutError: the condition does not hold in time. The message is the end of the output.
+            RuntimeError: the job has ended before. The message is the same.
         """
         deadline = time.monotonic() + LIMIT_S
         while not happened():
+            # What a job writes last may be what is waited for.
+            if self.process.poll() is not None and not happened():
+                end = self._output.read_text()[-3000:]
+                raise RuntimeError(f"the job has ended with {self.process.returncode}:\n{end}")
             if time.monotonic() > deadline:
                 raise TimeoutError(self._output.read_text()[-3000:])
             time.sleep(0.005)
