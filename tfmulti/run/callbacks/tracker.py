@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from tfmulti.training.state.trainer_state import state_of
 
 # A run's id comes from a checkpoint, and becomes a part of addresses and folders.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# The most of a tracker's own message that is shown.
+_MOST_CHARACTERS = 160
 
 
 class _Server(Protocol):
@@ -123,10 +126,12 @@ class Tracker(keras.callbacks.Callback):
             call()
         except Exception as error:
             if not self._failed:
-                reason = str(error).strip().splitlines() or [type(error).__name__]
+                # Some messages list all that the tracker can do.
+                reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+                reason = textwrap.shorten(reason, _MOST_CHARACTERS, placeholder=" …")
                 print(
-                    f"tfmulti: {self._name} does not take this run: {reason[0]} The training goes "
-                    "on. Look at the tracker's server and its settings.",
+                    f"tfmulti: {self._name} does not take this run: {reason} The training goes on. "
+                    "See docs/trackers.md.",
                     file=sys.stderr,
                     flush=True,
                 )
