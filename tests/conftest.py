@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +17,6 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.behaviours import BehaviourPlaces, name_of
 from tests.support.launching import launched, left_in
 from tests.support.places import ONE_DEVICE
-from tests.support.processes import WITHOUT_IMPORTS
-
-# Doctests of this module would hide the packages from the tests.
-collect_ignore = [str(WITHOUT_IMPORTS)]
 
 # Other processes use these cores, so that an example may take longer than Hypothesis allows.
 hypothesis.settings.register_profile("without a clock", deadline=None)
@@ -82,14 +77,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRu
 def pytest_collection_finish() -> None:
     # The collector then does not look through TensorFlow and two thousand tests each time.
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _without_imports() -> Iterator[None]:
-    """Shortens the start of the processes that tests start (`support/without_imports`)."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(WITHOUT_IMPORTS), prepend=os.pathsep)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.processes import ROOT, Finished, python_path, run
+from tests.support.processes import Finished, run
 from tfmulti.distribution.collectives import SEND
 
 pytestmark = pytest.mark.processes
@@ -138,7 +138,7 @@ def test_bytes_between_workers_are_counted(
     (tmp_path / "mine.py").write_text(EMBEDDING)
     argv = ["--model", "mine:build", "--dataset", "mine:data", "--workers", "2", *argv]
     argv += ["--rounds", "1", "--steps", "6", "--global_batch_size", "32", "--output_dir", "o"]
-    env = {"PYTHONPATH": python_path(tmp_path, ROOT)}
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
     done = run(
         ["-m", "tfmulti.bench", *argv], tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path, env=env
     )
@@ -156,7 +156,7 @@ def test_a_model_that_fails_is_the_cause(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(code))
     argv = ["-m", "tfmulti.bench", "--model", "mine:build", "--output_dir", "o"]
     argv += ["--dataset", "synthetic:shape=4x4x1", "--rounds", "1", "--steps", "2"]
-    env = {"PYTHONPATH": python_path(tmp_path, ROOT)}
+    env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[2]}"}
     done = run(argv, tmp_path / "logs", limit_s=LIMIT_S, cwd=tmp_path, env=env)
     assert done.returncode in (1, 2)
     assert "no such luck" in done.stderr

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from tests.support.forked import run, run_workers
-from tests.support.processes import ROOT, clean_env, python_path
+from tests.support.processes import ROOT, clean_env
 
 pytestmark = pytest.mark.processes
 
@@ -60,7 +60,7 @@ def test_two_workers(tmp_path: Path) -> None:
 def test_notebook(tmp_path: Path) -> None:
     """The file runs in a real kernel, cell after cell."""
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
-    env = clean_env({"PYTHONPATH": python_path(ROOT)})
+    env = clean_env({"PYTHONPATH": str(ROOT)})
     client = nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3")
     with client.setup_kernel(env=env, cwd=str(tmp_path)):
         # An error in a cell is raised here.

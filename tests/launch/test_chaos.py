@@ -28,7 +28,7 @@ from tests.support.launching import (
     wait_for,
 )
 from tests.support.mounts import mounted, needs_root
-from tests.support.processes import Finished, Processes, is_alive, processes, python_path
+from tests.support.processes import Finished, Processes, is_alive, processes
 
 pytestmark = pytest.mark.processes
 
@@ -183,7 +183,7 @@ def test_workers_of_fit_that_poll_before_they_listen_are_ended(tmp_path: Path, b
     loop = f"import itertools, time\nfor attempt in itertools.count():\n    {body}\n"
     (tmp_path / "spins.py").write_text(loop)
     program = ["-m", "tfmulti.fit", "--model", "spins:build"]
-    env = {"PYTHONPATH": python_path(tmp_path)}
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     assert_no_progress(launch(tmp_path, *SOON, *program, env=env))
 
 

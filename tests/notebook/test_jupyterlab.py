@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from tests.support.browser import chromium, needs_chromium
-from tests.support.processes import ROOT, processes, python_path
+from tests.support.processes import ROOT, processes
 
 pytestmark = [
     pytest.mark.processes,
@@ -73,7 +73,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     words = ["-m", "jupyterlab", "--no-browser", "--allow-root"]
     words += [f"--ServerApp.port={port}", f"--IdentityProvider.token={token}"]
     words += [f"--ServerApp.root_dir={folder}", "--LabApp.news_url=None"]
-    env = {"PYTHONPATH": python_path(ROOT), "HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
     with processes(tmp_path / "jupyter") as group:
         group.start(words, env)
         until(lambda: "is running at" in group.errors(0))

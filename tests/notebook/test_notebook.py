@@ -18,7 +18,7 @@ import nbformat
 import psutil
 import pytest
 
-from tests.support.processes import ROOT, clean_env, is_alive, processes, python_path
+from tests.support.processes import ROOT, clean_env, is_alive, processes
 from tfmulti import ConfigError, notebook_launcher
 from tfmulti.run.notebook import main as call_in_worker
 
@@ -91,7 +91,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
-    env = clean_env({"PYTHONPATH": python_path(ROOT), "HOME": str(tmp_path)})
+    env = clean_env({"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
     client = nbclient.NotebookClient(
         nbformat.v4.new_notebook(), timeout=LIMIT_S, kernel_name="python3", allow_errors=True
     )
@@ -307,7 +307,7 @@ def test_a_killed_kernel_leaves_no_process_and_no_folder(tmp_path: Path) -> None
     folders.mkdir()
     script = tmp_path / "cell.py"
     script.write_text(WAITS)
-    env = {"PYTHONPATH": python_path(ROOT), "TMPDIR": str(folders)}
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folders)}
     with processes(tmp_path / "out") as group:
         kernel = psutil.Process(group.start([str(script)], env).pid)
         begun_by = time.monotonic() + LIMIT_S / 2

@@ -19,14 +19,7 @@ from typing import Any
 
 from tests.support import networks
 from tests.support.networks import Hosts
-from tests.support.processes import (
-    ROOT,
-    WITHOUT_IMPORTS,
-    Processes,
-    children_of,
-    clean_env,
-    program_of,
-)
+from tests.support.processes import ROOT, Processes, children_of, clean_env, program_of
 
 LIMIT_S = 120
 SECRET = "a secret that only the pods of this job know"
@@ -133,8 +126,7 @@ class Pods:
         first = ["unshare", "--mount", "--pid"]
         before = [*self._hosts.inside(index + 1), *first, "sh", "-c", _CONTAINER, "-", str(root)]
         before += [str(self._folder / "hosts"), *mounts, "--"]
-        without_imports = f"{_SOURCES}/{WITHOUT_IMPORTS.relative_to(ROOT)}"
-        self.env = clean_env(env | {"PYTHONPATH": f"{_SOURCES}:{without_imports}"})
+        self.env = clean_env(env | {"PYTHONPATH": _SOURCES})
         self.running[index] = self._group.start(
             argv, self.env, before=[*before, *self._privileges()], python=_PYTHON
         )

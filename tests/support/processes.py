@@ -20,8 +20,6 @@ from tfmulti.cluster.environments import ENVIRONMENTS
 from tfmulti.launch.addresses import reserved
 
 ROOT = Path(__file__).resolve().parents[2]
-# A folder for PYTHONPATH, see its module.
-WITHOUT_IMPORTS = Path(__file__).parent / "without_imports"
 
 # For processes that run at the same time. Most of their time is tracing on one thread, so more
 # threads would only compete for the cores.
@@ -81,11 +79,6 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env.update({"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"})
     env.update(extra or {})
     return env
-
-
-def python_path(*folders: Path | str) -> str:
-    """Returns PYTHONPATH as processes of tests have it, with these folders first."""
-    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
 def tf_config(addresses: Sequence[str], index: int) -> str:

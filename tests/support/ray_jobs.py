@@ -32,7 +32,7 @@ from ray.train.tensorflow import TensorflowTrainer
 
 import tfmulti
 import tfmulti.ray
-from tests.support.processes import ROOT, Finished, is_alive, python_path
+from tests.support.processes import ROOT, Finished, is_alive
 from tests.support.processes import run as run_alone
 
 EPOCHS, STEPS, BATCH = 5, 10, 16
@@ -268,7 +268,7 @@ def run(code: str, folder: Path, limit_s: float) -> Finished:
     temporary, mark = tempfile.mkdtemp(prefix="tfm-"), secrets.token_hex(8)
     env = {
         MARK: mark,
-        "PYTHONPATH": python_path(ROOT),
+        "PYTHONPATH": str(ROOT),
         # With a token in the environment Ray writes none to the home folder.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import networks
-from tests.support.processes import ROOT, is_alive, python_path
+from tests.support.processes import ROOT, is_alive
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "squeue")
 # Other processes may have other clusters.
@@ -72,7 +72,7 @@ class Slurm:
         return kept | {
             "SLURM_CONF": str(self.config),
             "PATH": paths,
-            "PYTHONPATH": python_path(ROOT),
+            "PYTHONPATH": str(ROOT),
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
 

@@ -14,14 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import keras_tuner
 import numpy as np
 
 import tfmulti
-
-# `support/without_imports` hides scikit-learn, which KerasTuner needs.
-if sys.modules.get("sklearn", sys) is None:
-    del sys.modules["sklearn"]
-import keras_tuner
 
 RANK = int(os.environ.get("RANK", "0"))
 
