@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import networks
+from tests.support.comparing import assert_the_same_losses
 from tests.support.networks import Hosts
 from tests.support.processes import ROOT, clean_env
 
@@ -101,13 +102,6 @@ def report_of(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def assert_the_same(found: dict[str, Any], one: dict[str, Any], replicas: int) -> None:
-    """Checks that a run has the losses of the run on one device."""
-    assert found["replicas"] == replicas
-    for name, values in one["history"].items():
-        assert found["history"][name] == pytest.approx(values, rel=1e-4)
-
-
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_processes_of_two_hosts_train_with_one_devices_numbers(
     tmp_path: Path, hosts: Hosts, one_device: dict[str, Any], engine: str
@@ -116,7 +110,7 @@ def test_processes_of_two_hosts_train_with_one_devices_numbers(
     words, env = on_two_hosts(hosts, engine, 1)
     done = mpirun(tmp_path, words, *FIT, "--run_dir", "all", env=env)
     assert done.returncode == 0, done.stderr
-    assert_the_same(report_of(tmp_path / "all"), one_device, 2)
+    assert_the_same_losses(report_of(tmp_path / "all"), one_device, 2)
 
 
 # Each rank writes the cluster that it has found.
@@ -277,7 +271,7 @@ def test_the_commands_of_the_page_run(
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert_the_same(report_of(tmp_path / run_dir), one_device, count)
+    assert_the_same_losses(report_of(tmp_path / run_dir), one_device, count)
     # mpirun may print the lines of two ranks as one.
     found = done.stdout.count(f"the script has {count} replicas")
     assert found == commands.count("train.py") * count

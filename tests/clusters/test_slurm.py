@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.comparing import assert_the_same_losses
 from tests.support.processes import ROOT
 from tests.support.slurm import NODES, Slurm
 from tfmulti.cluster.host_lists import parse_hosts
@@ -39,13 +40,6 @@ def one_device(slurm: Slurm) -> dict[str, Any]:
     return report_of(slurm, "one")
 
 
-def assert_the_same(found: dict[str, Any], one: dict[str, Any], replicas: int) -> None:
-    """Checks that a run has the losses of the run on one device."""
-    assert found["replicas"] == replicas
-    for name, values in one["history"].items():
-        assert found["history"][name] == pytest.approx(values, rel=1e-4)
-
-
 @pytest.mark.parametrize("tasks", [["-n", "2"], ["-N", "2", "-n", "4"]])
 def test_a_step_trains_with_the_numbers_of_one_device(
     slurm: Slurm, one_device: dict[str, Any], tasks: list[str]
@@ -54,7 +48,7 @@ def test_a_step_trains_with_the_numbers_of_one_device(
     argv = ["srun", *tasks, sys.executable, *FIT, "--epochs", "2", "--run_dir", run_dir]
     done = slurm.run(*argv, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr + slurm.logs()
-    assert_the_same(report_of(slurm, run_dir), one_device, int(tasks[-1]))
+    assert_the_same_losses(report_of(slurm, run_dir), one_device, int(tasks[-1]))
 
 
 EPOCHS = 20
@@ -388,7 +382,7 @@ def test_the_launcher_takes_the_nodes_of_its_allocation(
     text = LAUNCHED.format(python=sys.executable, flags=flags, program=program)
     job = slurm.submit(text, "--job-name=launched")
     assert slurm.wait(job, LIMIT_S)["JobState"] == "COMPLETED", slurm.logs()
-    assert_the_same(report_of(slurm, "launched"), one_device, 2)
+    assert_the_same_losses(report_of(slurm, "launched"), one_device, 2)
     output = (slurm.folder / "launched.out").read_text()
     assert NODES[1] in output
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.security.test_owner import STARTS, steps_in
+from tests.security.test_owner import started_at_once, steps_in
 from tests.support.launching import wait_for
 from tests.support.mounts import seen_by_two_machines, why_not_over_network
 from tests.support.processes import processes
@@ -74,29 +72,12 @@ def test_of_two_machines_that_start_at_once_one_takes_the_folder(
     machines: tuple[Path, Path],
 ) -> None:
     """Each of the two can lock the folder, because sshfs keeps locks on the machine."""
-    pipe = subprocess.PIPE
     locked = [os.open(place, os.O_RDONLY) for place in machines]
     for descriptor in locked:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for descriptor in locked:
         os.close(descriptor)
-    starts = [
-        subprocess.Popen(
-            [*before, sys.executable, "-c", STARTS, str(place / "checkpoints")],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for before, place in zip(((), OTHER_MACHINE), machines, strict=True)
-    ]
-    for start in starts:
-        assert start.stdout is not None
-        start.stdout.readline()
-    for start in starts:
-        assert start.stdin is not None
-        start.stdin.write("go\n")
-        start.stdin.flush()
-    said = [start.communicate(timeout=60)[1] for start in starts]
+    folders = [place / "checkpoints" for place in machines]
+    codes, said = started_at_once(zip(((), OTHER_MACHINE), folders, strict=True), 60)
     assert sum("is in use by another run: process " in words for words in said) == 1, said
-    assert sorted(start.returncode for start in starts) == [0, 1], said
+    assert codes == [0, 1], said

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,28 @@ time.sleep(2)
 """
 
 
-def test_of_those_that_start_at_once_one_takes_the_folder(tmp_path: Path) -> None:
+def started_at_once(
+    commands: Iterable[tuple[Sequence[str], Path]], limit_s: float
+) -> tuple[list[int], list[str]]:
+    """Starts processes that take a folder at the same moment.
+
+    Args:
+        commands: for each process, the words before its command, and the folder.
+        limit_s: the seconds after which a process that still runs is an error.
+
+    Returns:
+        The exit codes in ascending order, and what each process has written to standard error.
+    """
     pipe = subprocess.PIPE
-    argv = [sys.executable, "-c", STARTS, str(tmp_path / "checkpoints")]
     starts = [
-        subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(6)
+        subprocess.Popen(
+            [*before, sys.executable, "-c", STARTS, str(folder)],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+        for before, folder in commands
     ]
     for start in starts:
         assert start.stdout is not None
@@ -120,8 +137,13 @@ def test_of_those_that_start_at_once_one_takes_the_folder(tmp_path: Path) -> Non
         assert start.stdin is not None
         start.stdin.write("go\n")
         start.stdin.flush()
-    said = [start.communicate(timeout=30)[1] for start in starts]
-    assert sorted(start.returncode for start in starts) == [0, 1, 1, 1, 1, 1]
+    said = [start.communicate(timeout=limit_s)[1] for start in starts]
+    return sorted(start.returncode for start in starts), said
+
+
+def test_of_those_that_start_at_once_one_takes_the_folder(tmp_path: Path) -> None:
+    codes, said = started_at_once([((), tmp_path / "checkpoints")] * 6, 30)
+    assert codes == [0, 1, 1, 1, 1, 1]
     assert sum("is in use by another run: process " in words for words in said) == 5
 
 

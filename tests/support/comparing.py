@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 
 def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
@@ -25,3 +28,16 @@ def largest_difference(left: dict[str, np.ndarray], right: dict[str, np.ndarray]
         own = max(scale, float(np.nan_to_num(np.abs(a)).max(initial=0.0)))
         worst = max(worst, float(gap.max(initial=0.0)) / own)
     return worst
+
+
+def assert_the_same_losses(found: dict[str, Any], one: dict[str, Any], replicas: int) -> None:
+    """Checks that the report of a run has the losses of the run on one device.
+
+    Args:
+        found: the report of the run.
+        one: the report of the run on one device.
+        replicas: how many replicas the run must have had.
+    """
+    assert found["replicas"] == replicas
+    for name, values in one["history"].items():
+        assert found["history"][name] == pytest.approx(values, rel=1e-4)

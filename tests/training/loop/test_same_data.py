@@ -18,7 +18,7 @@ from tfmulti.training.step.step_result import StepResult
 
 WORKERS = 12
 MODEL = cast("keras.Model", SimpleNamespace(distribute_strategy=None))
-NO_VOTES = Votes(*[0.0] * len(Votes._fields))
+NO_VOTES = Votes()
 
 
 def executed(digests: list[float], monkeypatch: pytest.MonkeyPatch) -> StepResult:
