@@ -63,7 +63,7 @@ class Job:
         """
         deadline = time.monotonic() + LIMIT_S
         while not happened():
-            # What a job writes last may be what is waited for.
+            # The job may have written the awaited line just before its end, so look once more.
             if self.process.poll() is not None and not happened():
                 end = self._output.read_text()[-3000:]
                 raise RuntimeError(f"the job has ended with {self.process.returncode}:\n{end}")

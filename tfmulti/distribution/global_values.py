@@ -566,7 +566,7 @@ class _Builder:
         """Returns the rows of all replicas, with `entries` entries of axis 0 for a row."""
         replica_slice = self._replica_slice
         replica_slice.note_gather()
-        of_all = functools.partial(_global_gradient, replica_slice, self._built)
+        of_all = functools.partial(_whole_gradient, replica_slice, self._built)
         return gather_rows_with_gradient(replica_slice, rows, entries, of_all)
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
@@ -581,7 +581,7 @@ class _Builder:
             weight = tf.cast(replica_slice.weight, value.dtype)
 
             def back(upstream: tf.Tensor) -> tf.Tensor:
-                of_all = _global_gradient(replica_slice, built, upstream)
+                of_all = _whole_gradient(replica_slice, built, upstream)
                 return tf.math.divide_no_nan(of_all, weight) if is_sum else of_all
 
             own = value if is_sum else tf.math.multiply_no_nan(value, weight)
@@ -627,8 +627,8 @@ class _Builder:
         return new_op.outputs[value.value_index]
 
 
-def _global_gradient(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:
-    """Returns the gradient of the global batch by a value that is the same on every replica.
+def _whole_gradient(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:
+    """Returns the global batch's gradient with respect to a value that all replicas share.
 
     If everything that depends on the value is alike on all replicas, each replica already has this
     gradient. Otherwise the replicas' parts are summed.

@@ -10,7 +10,7 @@ This is exact for replicas with different numbers of rows, and for replicas with
 
 These functions exchange values between the replicas:
 
-| function | what each replica gets |
+| function | its result on each replica |
 |---|---|
 | `reduce_gradients` | the gradients of the global batch, which are summed in buckets |
 | `global_gradient` | the gradient with respect to one value that is the same on all replicas |

@@ -1,6 +1,6 @@
 """Tells how many bytes the tensors of a graph need at each of its operations.
 
-The graph is walked in the order of the trace, and nothing runs. A function that an operation calls
+The graph is walked in the order of the trace, and no step runs. A function that an operation calls
 is walked, too: the body of a loop, the branches of a condition, or a `tf.function` in a layer.
 A loop keeps in lists what its gradient needs of each pass, so its bytes grow with its passes.
 """
@@ -176,8 +176,8 @@ def _outputs_of_loop(
 ) -> _Outputs:
     """Returns the memory of the outputs of a loop.
 
-    The lists that a pass adds tensors to grow, and those that it takes tensors from become shorter.
-    So the loop needs most in its first or in its last pass.
+    A forward loop adds tensors to its lists in each pass, so it needs most in its last pass. The
+    loop of its gradient takes tensors out of these lists, so it needs most in its first pass.
     """
     a_pass, passes = memory_of_graph(body), _passes_of(op)
     taken_from = _lists_taken_from(body)
@@ -198,11 +198,9 @@ def _outputs_of_loop(
         elif result.keys() == {body.inputs[index].ref()}:
             memory.append(inputs[index])
         elif output.dtype == tf.variant:
-            kept = {
-                p: n
-                for piece in result
-                for p, n in states.get(piece, {piece: result[piece]}).items()
-            }
+            kept: dict[Any, int] = {}
+            for piece, size in result.items():
+                kept |= states.get(piece, {piece: size})
             added = sum(n for piece, n in kept.items() if piece not in counted)
             counted |= kept.keys()
             growth += added
@@ -241,7 +239,10 @@ def _passes_of(loop: tf.Operation) -> int | None:
 
 
 def _static_value(tensor: tf.Tensor) -> int | None:
-    """Returns the value of a whole number that constants alone decide, or None."""
+    """Returns the value of a whole number that constants alone decide, or None.
+
+    `tf.get_static_value` does not know the maximum that Keras takes for the passes of its layers.
+    """
     behind, waiting = set(), [tensor.op]
     while waiting:
         op = waiting.pop()

@@ -1,4 +1,4 @@
-"""Tests what is said of a model with its own `call` that cannot compute the data."""
+"""Tests the error of a model whose own `call` cannot compute the data."""
 
 from __future__ import annotations
 
