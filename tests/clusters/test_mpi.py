@@ -6,10 +6,12 @@ in the folder that TFMULTI_TEST_MPI names: they would hide each other's mpirun i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -145,6 +147,7 @@ def test_jobs_at_the_same_time_do_not_mix(
             env=clean_env(env),
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         for name in names
     ]
@@ -154,7 +157,9 @@ def test_jobs_at_the_same_time_do_not_mix(
             assert job.returncode == 0, errors
     finally:
         for job in jobs:
-            job.kill()
+            # mpirun has started an SSH client, which would outlive it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     on = ["h1", "h1", "h2", "h2"] if has_two_hosts else ["127.0.0.1"] * 4
     seen: set[str] = set()
@@ -165,6 +170,28 @@ def test_jobs_at_the_same_time_do_not_mix(
         assert [address.partition(":")[0] for address in found[0][2:]] == on
         assert not seen & set(found[0][2:])
         seen |= set(found[0][2:])
+
+
+LATE = """
+import os, time
+from mpi4py import MPI
+from tfmulti.cluster.environments import find_cluster
+if MPI.COMM_WORLD.rank:
+    time.sleep(3)
+before = time.process_time()
+find_cluster(os.environ)
+print(time.process_time() - before)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_a_process_that_waits_for_a_late_one_leaves_it_the_core(
+    tmp_path: Path, hosts: Hosts, engine: str
+) -> None:
+    words, env = on_two_hosts(hosts, engine, 1)
+    done = mpirun(tmp_path, words, "-c", LATE, env=env)
+    assert done.returncode == 0, done.stderr
+    assert max(map(float, done.stdout.split())) < 1
 
 
 def test_mistakes_on_two_hosts_are_one_line(tmp_path: Path, hosts: Hosts) -> None:

@@ -114,23 +114,22 @@ def test_a_worker_with_the_index_of_another_is_named(hosts: Hosts, tmp_path: Pat
 def test_names_are_resolved_on_every_worker(hosts: Hosts, tmp_path: Path) -> None:
     """One host does not know a name, and on another one it means the loopback address."""
     names = [f"doctor{host}" for host in (1, 2, 3)]
+    addresses = [f"{name}:{PORT}" for name in names]
     lines = [f"{hosts.address(host)} {name}" for host, name in zip((1, 2, 3), names, strict=True)]
-    own = {
+    resolved = {
         1: lines,
         2: [lines[0], lines[1]],
         3: [f"127.0.1.1 {names[1]}", lines[0], lines[2]],
     }
-    folders = [Path("/etc/netns") / hosts.name(host) for host in own]
-    for folder, text in zip(folders, own.values(), strict=True):
-        folder.mkdir(parents=True)
-        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *text, ""]))
+    files = {host: hosts.hosts_file(host) for host in resolved}
+    before = {host: file.read_text() for host, file in files.items()}
+    for host, file in files.items():
+        file.write_text("\n".join([before[host], *resolved[host], ""]))
     try:
-        addresses = [f"{name}:{PORT}" for name in names]
         done = examine(hosts, tmp_path, NO_TRAINING, "--wait_s=3", addresses=addresses)
     finally:
-        for folder in folders:
-            (folder / "hosts").unlink()
-            folder.rmdir()
+        for host, file in files.items():
+            file.write_text(before[host])
     found = {(each["check"], each["worker"]): each for each in wrong(report_of(done[0]))}
     assert "name doctor2 of worker 1 means 127.0.1.1 here" in found["loopback", 2]["measured"]
     assert "worker 1 cannot reach it at doctor3" in found["connection", 2]["measured"]

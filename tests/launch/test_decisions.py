@@ -313,6 +313,8 @@ def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     worker_group.stacks.return_value = {}
     watch = Watch(config, worker_group, Mock(), lambda: None, shown.append)
     still_s = time.monotonic() - 10 * config.start_timeout_s - 1
+    if heartbeat is not None:
+        heartbeat = dataclasses.replace(heartbeat, since_s=still_s)
     statuses = [
         WorkerStatus(rank, 1, heartbeat=heartbeat, idle_since_s=math.inf, still_since_s=still_s)
         for rank in (0, 1)

@@ -180,7 +180,7 @@ def picture(folder: Path, size: tuple[int, int]) -> None:
         (pipes_and_devices, "not a regular file"),
         (large_pictures, "megapixels"),
         (large_pictures_in_packed_records, "a.gz, record 0: feature 'image': the image has more"),
-        (code_in_a_prepared_data_set, "names the class 'crafted_module.Class', which is none of"),
+        (code_in_a_prepared_data_set, "the class 'crafted_module.Class', which is not part of"),
     ],
 )
 def test_a_crafted_data_file_is_one_line(

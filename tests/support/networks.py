@@ -113,6 +113,10 @@ class Hosts:
     def _link(self, host: int) -> str:
         return f"tfm{self._net}v{host}"
 
+    def hosts_file(self, host: int) -> Path:
+        """Returns the file with the names that a host resolves. `inside` shows it as /etc/hosts."""
+        return _own_etc(self.name(host)) / "hosts"
+
     def begin(self) -> None:
         # A process that had this number may have been killed.
         self._remove()
@@ -120,6 +124,7 @@ class Hosts:
         _run("address", "add", f"{self.address(254)}/24", "dev", self._bridge)
         _run("link", "set", self._bridge, "up")
         numbers = range(1, self.count + 1)
+        names = "".join(f"{self.address(host)} h{host}\n" for host in numbers)
         for host in numbers:
             name, link = self.name(host), self._link(host)
             _run("netns", "add", name)
@@ -129,11 +134,8 @@ class Hosts:
             _run("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("-n", name, "link", "set", "eth0", "up")
             _run("-n", name, "link", "set", "lo", "up")
-            # `ip netns exec` shows a host the files in this folder in place of those in /etc.
             _own_etc(name).mkdir(parents=True)
-            (_own_etc(name) / "hosts").write_text(
-                "127.0.0.1 localhost\n" + "".join(f"{self.address(i)} h{i}\n" for i in numbers)
-            )
+            self.hosts_file(host).write_text(f"127.0.0.1 localhost\n{names}")
         self._begin_ssh()
 
     def _begin_ssh(self) -> None:
@@ -155,7 +157,7 @@ class Hosts:
             argv = [*self.inside(host), server, "-D", "-e", "-f", str(path)]
             with open(folder / f"sshd_{host}.log", "wb") as log:
                 self._servers.append(subprocess.Popen(argv, stderr=log))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         for host in range(1, self.count + 1):
             while subprocess.run(
                 [agent, self.address(host), "true"], capture_output=True, check=False

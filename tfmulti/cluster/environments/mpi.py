@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ _JOB = ("PMIX_NAMESPACE", "I_MPI_HYDRA_UUID", "PMI_PORT")
 VARIABLES = (*_OPEN_MPI, *_HYDRA, *_JOB)
 # Each process sends its host's name in so many bytes. A name in DNS has at most 253.
 _NAME_BYTES = 256
+_TOKEN_BYTES = 16
 _NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]*")
 # The processes that start the ranks of a host: Hydra's, and those of other programs with PMI.
 _STARTERS = ("hydra_pmi_proxy", "mpiexec", "mpirun")
@@ -92,26 +94,34 @@ def completed(layout: Layout, env: Env, processes: Path = Path("/proc")) -> Layo
         return replace(layout, job=layout.job or "mpi")
     if layout.hosts:
         raise ClusterError(_no_name("the process of mpirun is not visible"))
-    library = _library(layout)
+    host = layout.host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    gathered = _gathered(_library(layout), host + secrets.token_bytes(_TOKEN_BYTES))
+    hosts = names_of([each[:_NAME_BYTES] for each in gathered])
+    token = gathered[0][_NAME_BYTES:].hex()
+    return replace(layout, hosts=hosts, chief_hosts=hosts[:1], job=layout.job or token)
+
+
+def _gathered(library: Any, own: bytes) -> list[bytes]:
+    """Returns the bytes of all ranks, which have the same number each.
+
+    The method `allgather` would unpickle what the other processes send. `Allgather` would take a
+    core until the last process has come, and that one may need the core.
+    """
     world = library.COMM_WORLD
-    # The method `allgather` would unpickle what the other processes send.
-    own_name = layout.host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    gathered = bytearray(_NAME_BYTES * layout.size)
-    world.Allgather([own_name, library.BYTE], [gathered, library.BYTE])
-    hosts = names_of(bytes(gathered))
-    token = bytearray(secrets.token_bytes(16))
-    world.Bcast([token, library.BYTE])
-    return replace(layout, hosts=hosts, chief_hosts=hosts[:1], job=layout.job or token.hex())
+    received = bytearray(len(own) * world.Get_size())
+    request = world.Iallgather([own, library.BYTE], [received, library.BYTE])
+    while not request.Test():
+        time.sleep(0.001)
+    return [bytes(received[i : i + len(own)]) for i in range(0, len(received), len(own))]
 
 
-def names_of(gathered: bytes) -> tuple[str, ...]:
-    """Returns the host of each rank from the bytes of all ranks.
+def names_of(fields: list[bytes]) -> tuple[str, ...]:
+    """Returns the host of each rank from the rank's field of bytes, which zeros fill up.
 
     Raises:
         ClusterError: the bytes of a rank are no name of a host.
     """
-    ends = range(0, len(gathered), _NAME_BYTES)
-    names = [gathered[end : end + _NAME_BYTES].rstrip(b"\0") for end in ends]
+    names = [field.rstrip(b"\0") for field in fields]
     for rank, name in enumerate(names):
         if not _NAME.fullmatch(name):
             raise ClusterError(
