@@ -463,11 +463,11 @@ def subclassed_and_not_built() -> Made:
 @program("Keras guide: Working with RNNs", "keras-io: Text classification from scratch")
 def recurrent_with_masks() -> Made:
     """Masked tokens through a bidirectional LSTM, one target for each token."""
-    inputs = keras.Input((6,), dtype="int32")
+    inputs = keras.Input((7,), dtype="int32")
     embedded = layers.Embedding(9, 3, mask_zero=True)(inputs)
     hidden = layers.Bidirectional(layers.LSTM(2, return_sequences=True))(embedded)
     outputs = layers.TimeDistributed(layers.Dense(9, "softmax"))(hidden)
-    x = tokens()
+    x = tokens(7)
     return Made(
         keras.Model(inputs, outputs),
         {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]},
