@@ -75,7 +75,7 @@ from tfmulti.launch.workers import (
 )
 
 LIMIT_S = 30
-CRASH = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
+CRASH = Failure(rank=1, what="exited with 1", exit_code=1, seen_s=5.0)
 
 
 def failed(code: int = 1, step: int | None = None) -> Attempt:
@@ -136,9 +136,9 @@ def test_a_standby_process_that_died_is_not_guarded(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_cause_is_what_was_first() -> None:
-    late = Failure(0, "", 1, found_s=9.0)
+    late = Failure(0, "", 1, seen_s=9.0)
     assert Attempt((late, CRASH)).cause == CRASH
-    early = Failure(2, "lost another worker", 1, found_s=1.0, follows=True)
+    early = Failure(2, "lost another worker", 1, seen_s=1.0, is_consequence=True)
     assert Attempt((early, late, CRASH)).cause == CRASH
     assert Attempt((early,)).cause == early
 
@@ -340,7 +340,7 @@ def test_the_docs_explain_a_worker_that_waits_outside_of_a_step() -> None:
         for rank, phase in enumerate((TRAINING, BUSY))
     ]
     in_step, outside = watch._stalled(statuses)
-    assert (in_step.follows, outside.follows) == (True, False)
+    assert (in_step.is_consequence, outside.is_consequence) == (True, False)
     assert docs_path_of(outside.what) == "troubleshooting#outside-of-step"
 
 
@@ -584,7 +584,7 @@ def test_a_single_worker_cannot_have_lost_another(env: dict[str, str], alone: bo
 
 
 def test_a_failure_that_says_so_is_final() -> None:
-    failed = dataclasses.replace(CRASH, final=True)
+    failed = dataclasses.replace(CRASH, is_final=True)
     found = next_action(Attempt((failed,), step=3), Budget(max_restarts=3))
     assert found == Stop(1, "a restart cannot help")
 

@@ -196,12 +196,12 @@ def test_repeated_failures_lead_to_longer_absences() -> None:
 
 
 def test_a_notice_leaves_a_worker_out_at_once() -> None:
-    one, other = (Failure(rank, "", 143, 0.0, notice=True) for rank in (1, 2))
-    follows = Failure(0, "", 143, 0.0, follows=True)
-    found = Attempt((follows, one), 3)
+    one, other = (Failure(rank, "", 143, 0.0, had_notice=True) for rank in (1, 2))
+    told = Failure(0, "", 143, 0.0, is_consequence=True)
+    found = Attempt((told, one), 3)
     standing = after(Standing(), found, HOSTS, progressed=True, now_s=10.0)
     assert standing.absent == {"b": Absence(1, 70.0, 1)}
-    both = Attempt((one, follows, other), 3)
+    both = Attempt((one, told, other), 3)
     standing = after(Standing(), both, HOSTS, progressed=True, now_s=10.0)
     assert standing.absent == {"b": Absence(2, 70.0, 2)}
 

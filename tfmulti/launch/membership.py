@@ -127,9 +127,9 @@ def after(
         progressed: whether the job has reached a later step than ever before.
         now_s: the time, in seconds of the launcher's clock.
     """
-    if attempt.cause.notice:
+    if attempt.cause.had_notice:
         for failure in attempt.failures:
-            if failure.notice and failure.rank in hosts:
+            if failure.had_notice and failure.rank in hosts:
                 left_out = _left_out(standing, hosts[failure.rank], now_s, NOTICE_S)
                 standing = replace(standing, absent=left_out)
         return standing

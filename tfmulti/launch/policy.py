@@ -41,22 +41,22 @@ class Failure:
         rank: the rank of the worker.
         what: what happened, as the words after "worker N".
         exit_code: the worker's exit code, or 128 + the number of the signal that ended it.
-        found_s: when the launcher noticed the failure, or when the worker itself wrote it down.
+        seen_s: when the launcher noticed the failure, or when the worker itself wrote it down.
             All failures are in seconds of the launcher's clock.
         step: the last step that the worker reported; None without a report.
-        follows: whether the failure is a consequence of the failure of another worker.
-        notice: whether this worker, and not all workers, was asked to stop.
-        final: whether the worker says that a restart cannot help.
+        is_consequence: whether the failure is a consequence of the failure of another worker.
+        had_notice: whether this worker, and not all workers, was asked to stop.
+        is_final: whether the worker says that a restart cannot help.
     """
 
     rank: int
     what: str
     exit_code: int
-    found_s: float
+    seen_s: float
     step: int | None = None
-    follows: bool = False
-    notice: bool = False
-    final: bool = False
+    is_consequence: bool = False
+    had_notice: bool = False
+    is_final: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Attempt:
         It is the earliest one that does not follow from another failure. A notice comes before all
         other failures.
         """
-        return min(self.failures, key=lambda f: (not f.notice, f.follows, f.found_s))
+        return min(self.failures, key=lambda f: (not f.had_notice, f.is_consequence, f.seen_s))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
     first restart after progress of the job has no delay. The following ones wait 1, 2, 4, …
     seconds, at most 30.
 
-    >>> crash = Failure(rank=1, what="exited with 1", exit_code=1, found_s=5.0)
+    >>> crash = Failure(rank=1, what="exited with 1", exit_code=1, seen_s=5.0)
     >>> next_action(Attempt((crash,), step=90), Budget(max_restarts=3, used=2, furthest=40))
     Restart(delay_s=0.0, budget=Budget(max_restarts=3, used=1, furthest=90))
     >>> next_action(Attempt((crash,), step=40), Budget(max_restarts=3, used=3, furthest=40))
@@ -136,7 +136,7 @@ def next_action(attempt: Attempt, budget: Budget) -> Restart | Stop:
         return Stop(code, "a user's mistake is not retried")
     if code == EXIT_INTERRUPTED:
         return Stop(code, "it was interrupted")
-    if any(failure.final for failure in attempt.failures):
+    if any(failure.is_final for failure in attempt.failures):
         return Stop(code, "a restart cannot help")
     furthest = max(budget.furthest, -1 if attempt.step is None else attempt.step)
     used = 0 if furthest > budget.furthest else budget.used

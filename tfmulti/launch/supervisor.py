@@ -156,7 +156,7 @@ class Job:
             host = os.uname().nodename if names_loopback(host) else host
             is_mistake = attempt.cause.exit_code == EXIT_USER
             is_shown = {"stdout", "stderr"} <= set(self._config.terminal)
-            is_seen = attempt.cause.final or (is_mistake and is_shown)
+            is_seen = attempt.cause.is_final or (is_mistake and is_shown)
             lines = [] if is_seen else self._output.last_lines(rank)
             report(attempt, folder, host, lines, self._say)
             if attempt.cause.step is not None:
@@ -294,7 +294,7 @@ class Job:
                     for status in running
                 )
                 wait_s = FAILING_S if failing else SETTLE_S
-                if all(f.follows for f in failures):
+                if all(f.is_consequence for f in failures):
                     wait_s = CAUSE_S
             if time.monotonic() - began_s > wait_s:
                 break
@@ -330,7 +330,7 @@ def first_of_each(failures: list[Failure]) -> list[Failure]:
     first_failures: dict[int, Failure] = {}
     for failure in failures:
         first_failures.setdefault(failure.rank, failure)
-    return sorted(first_failures.values(), key=lambda failure: failure.found_s)
+    return sorted(first_failures.values(), key=lambda failure: failure.seen_s)
 
 
 def report(

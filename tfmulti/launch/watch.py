@@ -100,7 +100,7 @@ class Watch:
             statuses: the status of each worker.
         """
         ended = [failure for status in statuses if (failure := self._exit_of(status)) is not None]
-        if ended and all(failure.follows for failure in ended):
+        if ended and all(failure.is_consequence for failure in ended):
             ended += self._left_early(statuses)
         return ended + self._unreachable(statuses) + self._frozen(statuses)
 
@@ -314,9 +314,9 @@ class Watch:
             what = f"has ended no step {quiet}"
             if not timing.in_step:
                 what = f"is idle, and has been outside of a step {quiet}"
-            follows = timing.in_step and not all_in_step
+            is_consequence = timing.in_step and not all_in_step
             failure = self._failure(status.rank, status, what, 1, heartbeat.since_s)
-            failures.append(replace(failure, follows=follows))
+            failures.append(replace(failure, is_consequence=is_consequence))
         return failures
 
     def _exit_of(self, status: WorkerStatus) -> Failure | None:
@@ -324,31 +324,30 @@ class Watch:
         if not status.returncode:
             return None
         what, code = policy.describe_exit(status.returncode)
-        notice = (
-            bool(status.heartbeat and status.heartbeat.asked)
-            or status.returncode == -signal.SIGTERM
-        )
-        found_s = status.ended_s or time.monotonic()
-        if status.error is None:
+        seen_s = status.ended_s or time.monotonic()
+        error = status.error
+        if error is None:
+            was_asked = status.heartbeat is not None and status.heartbeat.asked
+            had_notice = was_asked or status.returncode == -signal.SIGTERM
             # A worker that ends as asked, without a signal of its own, was told by another worker.
             told_by_others = (
-                code in policy.ASKED_TO_STOP and status.heartbeat is not None and not notice
+                code in policy.ASKED_TO_STOP and status.heartbeat is not None and not had_notice
             )
-            failure = self._failure(status.rank, status, what, code, found_s)
-            return replace(failure, notice=notice, follows=told_by_others)
-        self._output.keep_error(status.rank, status.error)
-        follows = status.error.type in policy.LOST_A_WORKER
-        message = "another worker was lost" if follows else status.error.message
-        what = f"{what} ({policy.describe_error(status.error.type, message)})"
-        failure = self._failure(status.rank, status, what, code, min(found_s, status.error.time_s))
-        return replace(failure, follows=follows, final=status.error.type in policy.FINAL)
+            failure = self._failure(status.rank, status, what, code, seen_s)
+            return replace(failure, had_notice=had_notice, is_consequence=told_by_others)
+        self._output.keep_error(status.rank, error)
+        has_lost = error.type in policy.LOST_A_WORKER
+        message = "another worker was lost" if has_lost else error.message
+        what = f"{what} ({policy.describe_error(error.type, message)})"
+        failure = self._failure(status.rank, status, what, code, min(seen_s, error.time_s))
+        return replace(failure, is_consequence=has_lost, is_final=error.type in policy.FINAL)
 
     def _failure(
-        self, rank: int, status: WorkerStatus | None, what: str, code: int, found_s: float
+        self, rank: int, status: WorkerStatus | None, what: str, code: int, seen_s: float
     ) -> Failure:
         """Returns a failure, with the worker's last step.
 
         The status is None if the worker's machine does not answer.
         """
         step = status.heartbeat.step if status and status.heartbeat else None
-        return Failure(rank, what, code, found_s, step)
+        return Failure(rank, what, code, seen_s, step)
