@@ -327,7 +327,7 @@ def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
 
 
-def test_the_docs_explain_a_worker_that_waits_outside_of_a_step() -> None:
+def test_the_docs_explain_where_a_worker_waits() -> None:
     config = LaunchConfig(program=(__file__,), stall_timeout_s=5)
     worker_group = Mock(locations={0: (), 1: ()})
     worker_group.stacks.return_value = {}
@@ -342,6 +342,7 @@ def test_the_docs_explain_a_worker_that_waits_outside_of_a_step() -> None:
     in_step, outside = watch._stalled(statuses)
     assert (in_step.is_consequence, outside.is_consequence) == (True, False)
     assert docs_path_of(outside.what) == "troubleshooting#outside-of-step"
+    assert docs_path_of(in_step.what) == "troubleshooting#no-step"
 
 
 @pytest.mark.parametrize(("max_restarts", "calls"), [(0, 0), (3, 1)])

@@ -22,6 +22,7 @@ MESSAGES = {
     "idle": "has done nothing for",
     "outside-of-step": "is idle, and has been outside of a step",
     "no-progress": "has shown no progress for",
+    "no-step": "has ended no step",
     "ssh": "does not let SSH in",
     "needs-secret": "--node-rank over … needs a secret",
     "secret": "does not know this job's secret",
