@@ -6,6 +6,7 @@ The results are equal to the bit. Each run has several faults, because each faul
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -272,16 +273,21 @@ def test_a_guard_that_is_killed_is_replaced(tmp_path: Path, whole: dict[str, np.
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
+# While this function of the C library runs, no other thread of the process can run Python.
+BLOCKED = "import ctypes; ctypes.PyDLL(None).sleep(10**6)"
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("program", ["sleeps", "deaf", "command", "wrapped", "deaf command"])
+@pytest.mark.parametrize(
+    "program", ["sleeps", "deaf", "blocked", "command", "wrapped", "deaf command"]
+)
 def test_nothing_outlives_launcher_and_guard_killed_at_once(
     tmp_path: Path, program: str, replaced: bool
 ) -> None:
     """A worker that prints would fail, because the pipe is closed. These workers print nothing."""
     (tmp_path / "deaf.py").write_text(DEAF)
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1e6)")
+    (tmp_path / "blocked.py").write_text(BLOCKED)
     words = [str(tmp_path / f"{program}.py")]
     inner = ["sleep", str(secrets.randbelow(10**9) + 10**9)]
     commands = {
@@ -307,8 +313,12 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
             for pid in (*guards, launcher.pid):
                 os.kill(pid, number)
         launcher.wait(LIMIT_S)
-        wait_for(lambda: not is_alive(worker), 15)
-        wait_for(lambda: not running(" ".join(inner)), 15)
+        try:
+            wait_for(lambda: not is_alive(worker), 15)
+            wait_for(lambda: not running(" ".join(inner)), 15)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker, signal.SIGKILL)
 
 
 def test_a_command_that_ends_leaves_no_process(tmp_path: Path) -> None:
