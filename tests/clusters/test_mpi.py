@@ -6,12 +6,10 @@ in the folder that TFMULTI_TEST_MPI names: they would hide each other's mpirun i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,7 +21,7 @@ import pytest
 from tests.support import networks
 from tests.support.comparing import assert_the_same_losses
 from tests.support.networks import Hosts
-from tests.support.processes import ROOT, clean_env
+from tests.support.processes import ROOT, Finished, clean_env, processes
 
 pytestmark = pytest.mark.mpi
 
@@ -68,16 +66,11 @@ def on_two_hosts(hosts: Hosts, engine: str, each: int) -> tuple[list[str], dict[
 
 def mpirun(
     folder: Path, words: list[str], *argv: str, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+) -> Finished:
     """Runs Python in processes of one mpirun, and returns what it printed."""
-    return subprocess.run(
-        [*words, sys.executable, *argv],
-        cwd=folder,
-        env=clean_env(env),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    with processes(folder / "logs") as group:
+        group.start(argv, env, folder, words)
+        return group.wait(LIMIT_S)[0]
 
 
 @pytest.fixture(scope="module")
@@ -140,27 +133,11 @@ def test_jobs_at_the_same_time_do_not_mix(
     names, words, env = ("a", "b"), command(engine, 4), {}
     if has_two_hosts:
         words, env = on_two_hosts(request.getfixturevalue("hosts"), engine, 2)
-    jobs = [
-        subprocess.Popen(
-            [*words, sys.executable, "-c", FINDS, name],
-            cwd=tmp_path,
-            env=clean_env(env),
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for name in names
-    ]
-    try:
-        for job in jobs:
-            _, errors = job.communicate(timeout=LIMIT_S)
-            assert job.returncode == 0, errors
-    finally:
-        for job in jobs:
-            # mpirun has started an SSH client, which would outlive it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+    with processes(tmp_path / "logs") as group:
+        for name in names:
+            group.start(["-c", FINDS, name], env, tmp_path, words)
+        for done in group.wait(LIMIT_S):
+            assert done.returncode == 0, done.stderr
     on = ["h1", "h1", "h2", "h2"] if has_two_hosts else ["127.0.0.1"] * 4
     seen: set[str] = set()
     for name in names:
@@ -172,15 +149,18 @@ def test_jobs_at_the_same_time_do_not_mix(
         seen |= set(found[0][2:])
 
 
+# Each rank writes the seconds of a core that it has used.
 LATE = """
 import os, time
+from pathlib import Path
 from mpi4py import MPI
 from tfmulti.cluster.environments import find_cluster
-if MPI.COMM_WORLD.rank:
+rank = MPI.COMM_WORLD.rank
+if rank:
     time.sleep(3)
 before = time.process_time()
 find_cluster(os.environ)
-print(time.process_time() - before)
+Path(f"used_{rank}").write_text(str(time.process_time() - before))
 """
 
 
@@ -191,7 +171,7 @@ def test_a_process_that_waits_for_a_late_one_leaves_it_the_core(
     words, env = on_two_hosts(hosts, engine, 1)
     done = mpirun(tmp_path, words, "-c", LATE, env=env)
     assert done.returncode == 0, done.stderr
-    assert max(map(float, done.stdout.split())) < 1
+    assert max(float((tmp_path / f"used_{rank}").read_text()) for rank in (0, 1)) < 1
 
 
 def test_mistakes_on_two_hosts_are_one_line(tmp_path: Path, hosts: Hosts) -> None:
@@ -210,7 +190,7 @@ def test_mistakes_on_two_hosts_are_one_line(tmp_path: Path, hosts: Hosts) -> Non
     check_mistake(done, line)
 
 
-def check_mistake(done: subprocess.CompletedProcess[str], line: str) -> None:
+def check_mistake(done: Finished, line: str) -> None:
     """Checks that each process has printed one line, unless mpirun ended it before."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.count(line) in (1, 2)
