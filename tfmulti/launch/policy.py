@@ -42,7 +42,7 @@ class Failure:
         what: what happened, as the words after "worker N".
         exit_code: the worker's exit code, or 128 + the number of the signal that ended it.
         seen_s: when the launcher noticed the failure, or when the worker itself wrote it down.
-            All failures are in seconds of the launcher's clock.
+            It is in seconds of the launcher's clock.
         step: the last step that the worker reported; None without a report.
         is_consequence: whether the failure is a consequence of the failure of another worker.
         had_notice: whether this worker, and not all workers, was asked to stop.
