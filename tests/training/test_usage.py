@@ -229,6 +229,13 @@ def test_gathered_numbers_and_bytes_are_exact(results: list[Any]) -> None:
     assert results == [[numbers, True, True]] * 2
 
 
+@behaviour(usage.what_travels_over_the_channel_after_a_step, at=[TWO_WORKERS])
+def test_a_worker_that_ends_after_a_vote_or_a_checkpoint_leaves_no_message_unsent(
+    results: list[Any],
+) -> None:
+    assert results == [[True, True]] * 2
+
+
 @behaviour(usage.heartbeat_while_it_waits_for_bytes, at=[TWO_WORKERS])
 def test_a_worker_that_waits_for_bytes_is_not_stuck_by_itself(results: list[Any]) -> None:
     assert results == [True, True]

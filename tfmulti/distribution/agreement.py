@@ -7,6 +7,10 @@ Each worker puts its values into its own place of a vector of int32 numbers, and
 of the others. One all-reduce adds these vectors. Adding 0 changes no bit of a whole number, while a
 sum of floats would round, and would lose the sign of a zero. A vector is filled up to a power of
 two, so that TensorFlow traces few lengths. A long one is sent in pieces of 4 MiB.
+
+Where the workers have a channel, these sums go over it. So a worker may end right after one: TCP
+still delivers what it has sent. TensorFlow's own collective can fail on a worker that has not got
+the last message yet.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.distribution import replica_context
+from tfmulti.distribution import collectives, connections, replica_context
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.launch.heartbeat import heartbeat
@@ -139,7 +143,8 @@ def _summed(strategy: tf.distribute.Strategy, numbers: np.ndarray) -> np.ndarray
         piece = numbers[start : start + _MAX_LENGTH]
         length = max(_MIN_LENGTH, 1 << (len(piece) - 1).bit_length())
         padded = np.pad(piece, (0, length - len(piece)))
-        sums.append(total(tf.constant(padded)).numpy()[: len(piece)])
+        with connections.own_errors(placement_of(strategy)):
+            sums.append(total(tf.constant(padded)).numpy()[: len(piece)])
     return np.concatenate(sums)
 
 
@@ -147,12 +152,14 @@ def _summed(strategy: tf.distribute.Strategy, numbers: np.ndarray) -> np.ndarray
 @functools.lru_cache(maxsize=4)
 def _make_sum(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function that sums int32 numbers over all workers, once for each worker."""
+    placement = placement_of(strategy)
 
     def on_replica(values: tf.Tensor) -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        first = replica_context.local_index(placement_of(strategy).local_replicas) == 0
+        first = replica_context.local_index(placement.local_replicas) == 0
         # The identity places the value on the replica's device, where the argument is not.
-        return context.all_reduce(replica_context.SUM, tf.identity(values) * int(first))
+        own_values = tf.identity(values) * int(first)
+        with collectives.serving("agreement", placement):
+            return replica_context.sum_by_dtype([own_values])[0]
 
     def total(values: tf.Tensor) -> tf.Tensor:
         return strategy.experimental_local_results(strategy.run(on_replica, args=(values,)))[0]

@@ -178,6 +178,23 @@ def test_a_wait_checks_again_and_again_whether_the_workers_are_alive(
     second.send(0, [of("late")])
 
 
+def test_a_message_of_a_worker_that_has_ended_since_is_still_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine with much to do, TensorFlow may find that worker dead before it is read."""
+    monkeypatch.setattr("tfmulti.distribution.transport.channel.CHECK_EVERY_S", 0.2)
+    sender: list[Channel] = []
+
+    def check() -> None:
+        sender[0].send(0, [of("last words")])
+        raise TimeoutError("worker 1 is dead")
+
+    (first, second), _ = connected(2, check)
+    sender.append(second)
+    first.send(0, [of("")])
+    assert text(first.receive(0)) == ["last words"]
+
+
 def test_records_of_exchanges_list_the_workers_whose_messages_are_missing() -> None:
     channels, connections = connected(3)
     for key in range(40):

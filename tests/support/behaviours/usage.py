@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import random
 import threading
@@ -18,8 +19,10 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tfmulti import prepare
 from tfmulti.distribution.agreement import gather, gather_bytes
+from tfmulti.distribution.connections import made_channel
 from tfmulti.launch.heartbeat import FIRST, heartbeat
 from tfmulti.training.input import pipeline
+from tfmulti.training.state.run_state import metric_states
 
 
 def files_of_callbacks_in_a_shared_folder() -> Any:
@@ -285,6 +288,23 @@ def numbers_gathered_from_each_worker() -> Any:
     lengthy = gather_bytes(here.strategy, long if rank else None) == [None, long]
     short = gather_bytes(here.strategy, b"\x00\x80" * rank) == [b"", b"\x00\x80"]
     return [gather(here.strategy, [-(2**62) - rank, 0, rank]), lengthy, short]
+
+
+def what_travels_over_the_channel_after_a_step() -> Any:
+    """Returns whether votes and the states of metrics do, so that this worker may end after them.
+
+    TensorFlow's own collective may fail on the other worker if this one ends right after it.
+    """
+    model = classifier()
+    fit(model)
+    channel = made_channel(here.placement)
+    assert channel is not None
+    counts = [channel.sent_bytes]
+    gather(here.strategy, [1])
+    counts.append(channel.sent_bytes)
+    metric_states(model)
+    counts.append(channel.sent_bytes)
+    return [after > before for before, after in itertools.pairwise(counts)]
 
 
 def heartbeat_while_it_waits_for_bytes() -> Any:

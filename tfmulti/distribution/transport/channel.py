@@ -270,7 +270,13 @@ class Channel:
             self._wake_for(1)
         try:
             while not exchange.done.acquire(timeout=CHECK_EVERY_S):
-                self._check()
+                try:
+                    self._check()
+                except Exception:
+                    # The lost worker may have sent its message before, but it is not read yet.
+                    if not exchange.done.acquire(timeout=CHECK_EVERY_S):
+                        raise
+                    return
         finally:
             with self._lock:
                 self._waiting -= 1

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.distribution import replica_context
+from tfmulti.distribution import collectives, connections, replica_context
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ResumeError
 from tfmulti.keras_patches.model_structure import SEED
@@ -130,7 +130,9 @@ def metric_states(model: keras.Model) -> Tree:
         # The function is kept, so that it is traced once and not at each checkpoint.
         read = _reader(model.distribute_strategy, variables)
         _readers[model] = (variables, read)
-    return {name: v.numpy() for name, v in zip(_names(variables), read(), strict=True)}
+    with connections.own_errors(placement_of(model.distribute_strategy)):
+        values = [value.numpy() for value in read()]
+    return dict(zip(_names(variables), values, strict=True))
 
 
 _readers: weakref.WeakKeyDictionary[keras.Model, tuple[Sequence[Any], Callable[[], Any]]] = (
@@ -153,7 +155,8 @@ def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Calla
             value = tf.convert_to_tensor(variable.value)
             mask = tf.reshape(is_own, [count, *[1] * value.shape.rank])
             parts.append(tf.where(mask, value, tf.zeros([], value.dtype)))
-        return replica_context.sum_by_dtype(parts)
+        with collectives.serving("states of metrics", placement_of(strategy)):
+            return replica_context.sum_by_dtype(parts)
 
     def states() -> Any:
         return strategy.experimental_local_results(strategy.run(on_replica))[0]
