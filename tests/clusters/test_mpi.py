@@ -174,6 +174,41 @@ def test_a_process_that_waits_for_a_late_one_leaves_it_the_core(
     assert max(float((tmp_path / f"used_{rank}").read_text()) for rank in (0, 1)) < 1
 
 
+# Rank 1 knows where rank 0 is, so it asks nobody.
+DIFFERS = """
+import os, time
+from pathlib import Path
+from mpi4py import MPI
+from tfmulti.cluster.environments import mpi
+from tfmulti.errors import ClusterError
+rank = MPI.COMM_WORLD.rank
+if rank:
+    os.environ["TFMULTI_CHIEF_HOST"] = "h1"
+    os.environ[mpi.SECRET] = "of rank 1 alone"
+try:
+    found = mpi.completed(mpi.read(os.environ), os.environ, timeout_s=2)
+    Path(f"found_{rank}").write_text(found.chief_hosts[0])
+except ClusterError as error:
+    Path(f"found_{rank}").write_text(str(error))
+while rank and not Path("found_0").exists():
+    time.sleep(0.1)
+# A process that leaves MPI in the usual way waits for its open messages.
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_a_process_with_other_variables_ends_the_wait_of_the_others(
+    tmp_path: Path, hosts: Hosts, engine: str
+) -> None:
+    words, env = on_two_hosts(hosts, engine, 1)
+    mpirun(tmp_path, words, "-c", DIFFERS, env=env)
+    assert (tmp_path / "found_1").read_text() == "h1"
+    message = (tmp_path / "found_0").read_text()
+    assert message.startswith("mpi: not all of the 2 processes have come within 2 s.")
+    assert "TFMULTI_SECRET" in message
+
+
 def test_mistakes_on_two_hosts_are_one_line(tmp_path: Path, hosts: Hosts) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "mpi4py.py").write_text("raise ImportError\n")

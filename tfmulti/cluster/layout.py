@@ -18,6 +18,8 @@ from tfmulti.errors import ClusterError
 Env = Mapping[str, str]
 # The ports of jobs. Linux gives ports from 32,768 on to any program that asks for a free one.
 FIRST_PORT, PORTS = 10_000, 20_000
+# A process waits this long for the others at the start.
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)

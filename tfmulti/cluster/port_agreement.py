@@ -29,7 +29,7 @@ from typing import Any
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.cluster.handshake import LONGEST_NAME, HandshakeServer, authenticate
 from tfmulti.cluster.job_secret import SECRET, secret_of
-from tfmulti.cluster.layout import Layout, address_of
+from tfmulti.cluster.layout import TIMEOUT_S, Layout, address_of
 from tfmulti.cluster.listening import LOOPBACK, listen
 from tfmulti.cluster.messages import TcpMessageConnection
 from tfmulti.config import json_values
@@ -37,7 +37,6 @@ from tfmulti.config.limited_reading import whole_number
 from tfmulti.config.troubleshooting import documented
 from tfmulti.errors import ClusterError
 
-TIMEOUT_S = 300.0
 # The chief tries this many ports, which come after the ports of the processes of a host.
 CANDIDATES, _FIRST_CANDIDATE = 8, 1000
 # The limits of a message after the handshake, and of a number of GPUs.

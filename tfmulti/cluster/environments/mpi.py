@@ -27,7 +27,7 @@ from typing import Any
 
 from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.job_secret import SECRET
-from tfmulti.cluster.layout import Env, Layout, number_of
+from tfmulti.cluster.layout import TIMEOUT_S, Env, Layout, number_of
 from tfmulti.cluster.listening import LOOPBACK
 from tfmulti.errors import ClusterError
 
@@ -75,17 +75,20 @@ def read(env: Env) -> Layout:
     return Layout(NAME, rank, size, local_rank, local_size, host, allocated_hosts(env), job)
 
 
-def completed(layout: Layout, env: Env, processes: Path = Path("/proc")) -> Layout:
+def completed(
+    layout: Layout, env: Env, processes: Path = Path("/proc"), *, timeout_s: float = TIMEOUT_S
+) -> Layout:
     """Returns a layout with a name of the job and the hosts of rank 0. Every process calls it.
 
     Args:
         layout: what `read` has returned.
         env: the environment, which may hold the job's secret.
         processes: the folder with the files of Linux' processes.
+        timeout_s: the seconds after which it no longer waits for the other processes.
 
     Raises:
-        ClusterError: nothing tells this job from another one, no host is known, or a host has no
-            valid name.
+        ClusterError: nothing tells this job from another one, no host is known, a host has no
+            valid name, or a process does not come.
     """
     if layout.hosts and not layout.job:
         layout = replace(layout, job=_started_by(processes, os.getpid()))
@@ -95,22 +98,33 @@ def completed(layout: Layout, env: Env, processes: Path = Path("/proc")) -> Layo
     if layout.hosts:
         raise ClusterError(_no_name("the process of mpirun is not visible"))
     host = layout.host.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    gathered = _gathered(_library(layout), host + secrets.token_bytes(_TOKEN_BYTES))
+    gathered = _gathered(_library(layout), host + secrets.token_bytes(_TOKEN_BYTES), timeout_s)
     hosts = names_of([each[:_NAME_BYTES] for each in gathered])
     token = gathered[0][_NAME_BYTES:].hex()
     return replace(layout, hosts=hosts, chief_hosts=hosts[:1], job=layout.job or token)
 
 
-def _gathered(library: Any, own: bytes) -> list[bytes]:
+def _gathered(library: Any, own: bytes, timeout_s: float) -> list[bytes]:
     """Returns the bytes of all ranks, which have the same number each.
 
     The method `allgather` would unpickle what the other processes send. `Allgather` would take a
     core until the last process has come, and that one may need the core.
+
+    Raises:
+        ClusterError: a process has not come in time. One that knows the hosts by a variable that
+            the others lack does not come at all.
     """
+    until_s = time.monotonic() + timeout_s
     world = library.COMM_WORLD
     received = bytearray(len(own) * world.Get_size())
     request = world.Iallgather([own, library.BYTE], [received, library.BYTE])
     while not request.Test():
+        if time.monotonic() > until_s:
+            raise ClusterError(
+                f"mpi: not all of the {world.Get_size()} processes have come within "
+                f"{timeout_s:.0f} s. Did all start, and do all have the same {SECRET} and "
+                "TFMULTI_CHIEF_HOST (mpirun -x)?"
+            )
         time.sleep(0.001)
     return [bytes(received[i : i + len(own)]) for i in range(0, len(received), len(own))]
 
