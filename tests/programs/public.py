@@ -233,7 +233,7 @@ def _changed(name: str, file: Path, folder: Path, floatx: str) -> Path:
         return file
     source = file.read_text()
     if name.endswith(BY_KERAS):
-        source = source.replace("tf.random.uniform(", "keras.random.uniform(")
+        source = re.sub(r"\btf\.random\.(normal|uniform)\(", r"keras.random.\1(", source)
     source = source.replace("float32", floatx)
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / file.name
@@ -332,7 +332,7 @@ def _shortened(original: Any, model: Any, args: Any, options: dict[str, Any]) ->
         # Keras 3 does not save such a model.
         given["callbacks"] = [
             callback
-            for callback in keras.tree.flatten(given.get("callbacks"))
+            for callback in keras.tree.flatten(given.get("callbacks") or [])
             if not isinstance(callback, keras.callbacks.ModelCheckpoint)
         ]
     for name in ("steps_per_epoch", "validation_steps"):

@@ -9,6 +9,7 @@ _EXAMPLES = {
         "dcgan_overriding_train_step",
         "ddim",
         "ddpm",
+        "lstm_character_level_text_generation",
         "pixelcnn",
         "real_nvp",
         "text_generation_with_miniature_gpt",
@@ -26,22 +27,32 @@ _EXAMPLES = {
     "nlp": [
         "addition_rnn",
         "bidirectional_lstm_imdb",
+        "lstm_seq2seq",
         "masked_language_modeling",
         "ner_transformers",
         "neural_machine_translation_with_transformer",
+        "text_classification_from_scratch",
         "text_classification_with_transformer",
     ],
     "timeseries": [
+        "timeseries_anomaly_detection",
         "timeseries_classification_from_scratch",
         "timeseries_classification_transformer",
+        "timeseries_traffic_forecasting",
     ],
-    "structured_data": ["collaborative_filtering_movielens"],
+    "structured_data": [
+        "collaborative_filtering_movielens",
+        "imbalanced_classification",
+        "structured_data_classification_from_scratch",
+        "structured_data_classification_with_feature_space",
+    ],
     "vision": [
         "adamatch",
         "attention_mil_classification",
         "autoencoder",
         "barlow_twins",
         "cct",
+        "conv_lstm",
         "convmixer",
         "cutmix",
         "eanet",
@@ -51,6 +62,7 @@ _EXAMPLES = {
         "involution",
         "knowledge_distillation",
         "metric_learning",
+        "mirnet",
         "mixup",
         "mlp_image_classification",
         "mnist_convnet",
@@ -65,6 +77,7 @@ _EXAMPLES = {
         "supervised_contrastive_learning",
         "swin_transformers",
         "token_learner",
+        "zero_dce",
     ],
 }
 _GUIDES = [
@@ -84,14 +97,15 @@ _TUTORIALS = [
     "quickstart/beginner",
 ]
 
-# The steps of these draw numbers by `tf.random.uniform`, which tfmulti refuses. They also run with
-# `keras.random.uniform` in its place, under a name with this ending.
+# The steps of these draw numbers by `tf.random`, which tfmulti refuses. They also run with
+# `keras.random` in its place, under a name with this ending.
 BY_KERAS = "_by_keras_random"
 _BY_TENSORFLOW = {
     "adamatch": "vision",
     "dcgan_overriding_train_step": "generative",
     "nnclr": "vision",
     "semisupervised_simclr": "vision",
+    "wgan_gp": "generative",
 }
 
 PUBLIC: dict[str, tuple[str, str]] = {
@@ -131,10 +145,13 @@ CONSTANTS: dict[str, dict[str, object]] = {
         "EMBED_DIM": 64,
         "FF_DIM": 64,
     },
+    "imbalanced_classification": {"fname": "creditcard.csv"},
     "masked_language_modeling": {"MAX_LEN": 32, "VOCAB_SIZE": 40},
+    "mirnet": {"IMAGE_SIZE": 32, "MAX_TRAIN_IMAGES": 30},
     "neural_machine_translation_with_transformer": {"vocab_size": 1000},
     "siamese_network": {"target_shape": (96, 96)},
     "text_generation_with_miniature_gpt": {"vocab_size": 1000, "maxlen": 40},
+    "zero_dce": {"IMAGE_SIZE": 64, "MAX_TRAIN_IMAGES": 30},
 }
 
 # Programs that make a folder, and fail if another worker has made it. Each worker has its own.

@@ -18,6 +18,7 @@ from tests.programs.downloads import sentence
 SHOWING = (
     "conlleval",
     "imageio",
+    "ipywidgets",
     "sklearn",
     "sklearn.metrics",
     "tensorflow_docs",

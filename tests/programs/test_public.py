@@ -60,10 +60,11 @@ def test_a_program_runs_by_the_random_numbers_of_keras(
 
     monkeypatch.setattr(public, "_run", run)
     file = tmp_path / "nnclr.py"
-    file.write_text("x = tf.random.uniform((3,))\n")
+    file.write_text("x = tf.random.uniform((3,)) + tf.random.normal((3,))\n")
     for name in ("nnclr", "nnclr_by_keras_random"):
         public.verdicts(name, file, ["mirrored-2"], tmp_path, 1)
-    assert seen == ["x = tf.random.uniform((3,))\n", "x = keras.random.uniform((3,))\n"]
+    assert seen[0] == "x = tf.random.uniform((3,)) + tf.random.normal((3,))\n"
+    assert seen[1] == "x = keras.random.uniform((3,)) + keras.random.normal((3,))\n"
     assert PUBLIC["nnclr_by_keras_random"] == PUBLIC["nnclr"]
 
 
@@ -100,6 +101,7 @@ def test_a_model_that_keras_cannot_save_is_not_saved(built: bool) -> None:
     callbacks = [keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.TerminateOnNaN()]
     found = public._shortened(keras.Model.fit, model, (), {"callbacks": callbacks})
     assert found["callbacks"] == (callbacks if built else callbacks[1:])
+    assert not public._shortened(keras.Model.fit, model, (), {}).get("callbacks")
 
 
 def test_an_optimizer_that_makes_no_step_is_not_compared() -> None:
@@ -140,7 +142,20 @@ def test_files_of_all_kinds_are_offered(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(captions) == 5 * downloads.IMAGES
     image = tf.io.decode_jpeg(Path("home/.keras/left/000.jpg").read_bytes())
     assert image.shape == (60, 50, 3)
+    assert tf.io.decode_png(Path("lol_dataset/eval15/low/000.png").read_bytes()).shape[0] == 64
+    payments = Path("creditcard.csv").read_text().splitlines()[1:]
+    assert {len(line.split(",")) for line in payments} == {31}
     get_file = downloads._get_file(tmp_path)
+    (tmp_path / "aclImdb").rename(tmp_path / "unpacked")
+    for origin, made in {
+        "aclImdb_v1.tar.gz": "aclImdb/test/neg/0.txt",
+        "fra-eng.zip": "fra.txt",
+        "mnist_test_seq.npy": "mnist_test_seq.npy",
+        "PeMSD7_Full.zip": "PeMSD7_W_228.csv",
+    }.items():
+        assert Path(get_file(origin=f"http://x/{origin}")).parent.joinpath(made).exists()
+    assert {len(column) for column in downloads._patients().values()} == {300}
+    assert np.diff(downloads._series()["timestamp"]).min() > np.timedelta64(0)
     pairs = Path(get_file("spa-eng.zip", "http://x/spa-eng.zip")).parent / "spa-eng/spa.txt"
     assert all(line.count("\t") == 1 for line in pairs.read_text().splitlines())
     with pytest.raises(RuntimeError, match=r"no synthetic data for http://x/unknown\.zip"):
