@@ -229,6 +229,14 @@ def test_gathered_numbers_and_bytes_are_exact(results: list[Any]) -> None:
     assert results == [[numbers, True, True]] * 2
 
 
+@behaviour(usage.numbers_gathered_without_a_channel, at=[TWO_WORKERS])
+def test_numbers_and_bytes_are_exact_where_a_worker_cannot_reach_another(
+    results: list[Any],
+) -> None:
+    numbers = [[-(2**62), 0, 0], [-(2**62) - 1, 0, 1]]
+    assert results == [[numbers, True, True, True]] * 2
+
+
 @behaviour(usage.what_travels_over_the_channel_after_a_step, at=[TWO_WORKERS])
 def test_a_worker_that_ends_after_a_vote_or_a_checkpoint_leaves_no_message_unsent(
     results: list[Any],

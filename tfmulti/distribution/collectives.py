@@ -30,7 +30,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.distribution.bucket_sizes import GATHER_BYTES
-from tfmulti.distribution.connections import channel_now, channel_of, keeping_errors
+from tfmulti.distribution.connections import (
+    EXCHANGE_KEY,
+    channel_now,
+    channel_of,
+    keeping_errors,
+)
 from tfmulti.distribution.strategies import Placement
 
 # The names of the two operations of a collective.
@@ -128,7 +133,7 @@ def _receive_op(placement: Placement, key: int, dtype: tf.DType, shape: tf.Tenso
 
 
 # A description of each collective of this process, by its key.
-_purposes: dict[int, str] = {}
+_purposes: dict[int, str] = {EXCHANGE_KEY: "an exchange outside of a step"}
 
 
 def purpose_of(key: int) -> str:

@@ -1,5 +1,8 @@
 """Holds this process' channel to the other workers, and converts its errors to TensorFlow's.
 
+Steps use the channel if each worker has one CPU replica (`channel_of`). What the workers exchange
+outside of a step always goes over it (`exchange`).
+
 The workers connect in these steps, for which they use TensorFlow's own gather between CPUs:
 
 1. Each worker listens at a free port, and tells all others its rank, that port and random bytes.
@@ -35,6 +38,9 @@ from tfmulti.distribution.transport.rendezvous import connect_workers
 
 # TensorFlow counts the keys of its own groups from 1.
 _GROUP_KEY = 0x7466_6D75
+# The key of all messages of `exchange`. The keys of a step are 64 bits of a hash.
+EXCHANGE_KEY = 1
+_PIECE_BYTES = 1 << 22
 
 # The channels, by the addresses of all workers. None: one worker could not reach another.
 _connected: dict[tuple[str, ...], Channel | None] = {}
@@ -52,6 +58,11 @@ def channel_of(placement: Placement) -> Channel | None:
     """
     if placement.workers == 1 or placement.local_replicas > 1 or placement.gpus:
         return None
+    return _channel_between(placement)
+
+
+def _channel_between(placement: Placement) -> Channel | None:
+    """Returns the channel between several workers, or None if one cannot reach another."""
     if placement.addresses not in _connected:
         with tf.init_scope():
             _connected[placement.addresses] = _connect(placement)
@@ -110,13 +121,61 @@ def _connect(placement: Placement) -> Channel | None:
     return Channel(connections, lambda: _check(placement))
 
 
+def exchange(placement: Placement, data: bytes) -> list[bytes]:
+    """Returns the bytes that each worker gives, in the order of the ranks.
+
+    This is a collective, for use outside of a step: every worker must call it. The bytes may differ
+    in length.
+
+    Raises:
+        tf.errors.OpError: another worker has ended, or has failed.
+    """
+    with own_errors(placement):
+        channel = _channel_between(placement)
+        if channel is None:
+            return _exchanged_by_tensorflow(placement, data)
+        try:
+            payload = np.frombuffer(data, np.uint8)
+            channel.send(EXCHANGE_KEY, [payload] * (placement.workers - 1))
+            parts = [part.tobytes() for part in channel.receive(EXCHANGE_KEY)]
+        except ChannelError as error:
+            raise tf.errors.UnavailableError(None, None, str(error)) from None
+    return [*parts[: placement.rank], data, *parts[placement.rank :]]
+
+
+def _exchanged_by_tensorflow(placement: Placement, data: bytes) -> list[bytes]:
+    """Does what `exchange` does if one worker cannot reach another by the channel.
+
+    TensorFlow gathers rows of one length, and knows a row of another length by another name. So
+    the bytes are filled up to a power of two, and long ones are sent in pieces.
+    """
+
+    def gathered(name: str, values: np.ndarray) -> list[np.ndarray]:
+        rows = _gather(placement, name, np.append(np.int32(placement.rank), values))
+        return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
+
+    sizes = [
+        int(row.copy().view(np.int64)[0])
+        for row in gathered("sizes", np.array([len(data)], np.int64).view(np.int32))
+    ]
+    length = min(_PIECE_BYTES, 1 << max(6, (max(sizes) - 1).bit_length()))
+    parts = [bytearray() for _ in sizes]
+    for start in range(0, max(sizes), length):
+        piece = data[start : start + length].ljust(length, b"\0")
+        for part, row in zip(
+            parts, gathered(f"{length} bytes", np.frombuffer(piece, np.int32)), strict=True
+        ):
+            part += row.tobytes()
+    return [bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
 def _check(placement: Placement) -> None:
     """Raises TensorFlow's error if TensorFlow has found a worker dead or frozen."""
     _gather(placement, "alive", [1], alone=True)
 
 
 def _gather(
-    placement: Placement, name: str, values: Sequence[int], *, alone: bool = False
+    placement: Placement, name: str, values: Sequence[int] | np.ndarray, *, alone: bool = False
 ) -> np.ndarray:
     """Returns the values of each worker, as rows in any order, by TensorFlow's own collective.
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tfmulti import prepare
+from tfmulti.distribution import connections
 from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.connections import made_channel
 from tfmulti.launch.heartbeat import FIRST, heartbeat
@@ -283,11 +284,21 @@ def batches_whose_digests_differ_by_one() -> Any:
 def numbers_gathered_from_each_worker() -> Any:
     """Returns numbers that float32 and int32 would round, and whether all bytes arrived."""
     rank = here.placement.rank
-    # Longer than one all-reduce.
+    # Longer than one message of TensorFlow.
     long = bytes(range(256)) * 20_000
     lengthy = gather_bytes(here.strategy, long if rank else None) == [None, long]
     short = gather_bytes(here.strategy, b"\x00\x80" * rank) == [b"", b"\x00\x80"]
     return [gather(here.strategy, [-(2**62) - rank, 0, rank]), lengthy, short]
+
+
+def numbers_gathered_without_a_channel() -> Any:
+    """Returns the same, and whether a worker has sent none of it over the channel."""
+    channel = made_channel(here.placement)
+    assert channel is not None
+    before = channel.sent_bytes
+    with mock.patch.object(connections, "_channel_between", return_value=None):
+        found = numbers_gathered_from_each_worker()
+    return [*found, channel.sent_bytes == before]
 
 
 def what_travels_over_the_channel_after_a_step() -> Any:
@@ -297,6 +308,7 @@ def what_travels_over_the_channel_after_a_step() -> Any:
     """
     model = classifier()
     fit(model)
+    gather(here.strategy, [1])
     channel = made_channel(here.placement)
     assert channel is not None
     counts = [channel.sent_bytes]

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import random
 import re
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tfmulti.distribution import collectives, connections, replica_context
+from tfmulti.distribution import replica_context
+from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ResumeError
 from tfmulti.keras_patches.model_structure import SEED
 from tfmulti.keras_patches.random_numbers import global_generator, made_global_generator
 from tfmulti.training.state.model_checks import optimizers_of
+from tfmulti.training.state.relocation import components
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.state.variable_names import named_variables, places_of
 
@@ -123,45 +123,19 @@ def metric_states(model: keras.Model) -> Tree:
     Every worker calls it: it is a collective.
     """
     variables = replica_context.metric_variables(model)
-    if not variables:
-        return {}
-    cached, read = _readers.get(model, ([], None))
-    if read is None or [id(v) for v in cached] != [id(v) for v in variables]:
-        # The function is kept, so that it is traced once and not at each checkpoint.
-        read = _reader(model.distribute_strategy, variables)
-        _readers[model] = (variables, read)
-    with connections.own_errors(placement_of(model.distribute_strategy)):
-        values = [value.numpy() for value in read()]
-    return dict(zip(_names(variables), values, strict=True))
-
-
-_readers: weakref.WeakKeyDictionary[keras.Model, tuple[Sequence[Any], Callable[[], Any]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _reader(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> Callable[[], Any]:
-    """Returns a function, a collective, that returns each variable's values as [replicas, …].
-
-    Each replica puts its value in its own place among zeros, and the sum has all values.
-    """
-
-    def on_replica() -> list[tf.Tensor]:
-        context = tf.distribute.get_replica_context()
-        count = context.num_replicas_in_sync
-        is_own = tf.range(count) == tf.cast(context.replica_id_in_sync_group, tf.int32)
-        parts = []
-        for variable in variables:
-            value = tf.convert_to_tensor(variable.value)
-            mask = tf.reshape(is_own, [count, *[1] * value.shape.rank])
-            parts.append(tf.where(mask, value, tf.zeros([], value.dtype)))
-        with collectives.serving("states of metrics", placement_of(strategy)):
-            return replica_context.sum_by_dtype(parts)
-
-    def states() -> Any:
-        return strategy.experimental_local_results(strategy.run(on_replica))[0]
-
-    return cast("Callable[[], Any]", tf.function(states, autograph=False))
+    strategy = model.distribute_strategy
+    own_values = [
+        np.stack([np.asarray(part) for part in components(variable.value)])
+        for variable in variables
+    ]
+    gathered = gather_bytes(strategy, b"".join(values.tobytes() for values in own_values))
+    states, start = {}, 0
+    for name, values in zip(_names(variables), own_values, strict=True):
+        end = start + values.nbytes
+        parts = [np.frombuffer(data[start:end], values.dtype) for data in gathered if data]
+        states[name] = np.concatenate(parts).reshape(-1, *values.shape[1:])
+        start = end
+    return states
 
 
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:
