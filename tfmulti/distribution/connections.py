@@ -56,9 +56,14 @@ def channel_of(placement: Placement) -> Channel | None:
     It is None for a single worker, for several replicas on each worker, on GPUs, and where one
     worker cannot reach another. All workers must call it. The first call connects them.
     """
-    if placement.workers == 1 or placement.local_replicas > 1 or placement.gpus:
+    if placement.workers == 1 or not _serves_steps(placement):
         return None
     return _channel_between(placement)
+
+
+def _serves_steps(placement: Placement) -> bool:
+    """Returns whether steps use the channel: each worker has one replica, on a CPU."""
+    return placement.local_replicas == 1 and not placement.gpus
 
 
 def _channel_between(placement: Placement) -> Channel | None:
@@ -84,8 +89,8 @@ def channel_now(placement: Placement) -> Channel:
 
 
 def made_channel(placement: Placement) -> Channel | None:
-    """Returns the channel that `channel_of` has made, or None. It never connects."""
-    return _connected.get(placement.addresses)
+    """Returns what `channel_of` does, but None before the workers are connected."""
+    return _connected.get(placement.addresses) if _serves_steps(placement) else None
 
 
 def last_exchanges(placement: Placement) -> list[ExchangeRecord]:
@@ -112,7 +117,8 @@ def _connect(placement: Placement) -> Channel | None:
     try:
         connections = connect_workers(listener, placement.rank, listeners, key)
     except ChannelError as error:
-        logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
+        if _serves_steps(placement):
+            logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
         connections = None
     if not _gather(placement, "reached", [connections is not None]).all() or connections is None:
         for connection in (connections or {}).values():

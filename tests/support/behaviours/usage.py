@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import pickle
 import random
@@ -315,6 +316,12 @@ def what_travels_over_the_channel_after_a_step() -> Any:
     gather(here.strategy, [1])
     counts.append(channel.sent_bytes)
     metric_states(model)
+    counts.append(channel.sent_bytes)
+    # On GPUs the steps do not use the channel, but what is exchanged outside of a step does.
+    on_gpus = dataclasses.replace(here.placement, gpus=("/device:GPU:0",))
+    assert (connections.channel_of(on_gpus), made_channel(on_gpus)) == (None, None)
+    ranks = connections.exchange(on_gpus, str(here.placement.rank).encode())
+    assert ranks == [b"0", b"1"]
     counts.append(channel.sent_bytes)
     return [after > before for before, after in itertools.pairwise(counts)]
 
