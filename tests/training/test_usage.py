@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from tests.support.behaviours import behaviour, custom_steps, numbers, usage
-from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
+from tests.support.places import (
+    EVERYWHERE,
+    ONE_DEVICE,
+    SEVERAL,
+    THREE_WORKERS,
+    TWO_REPLICAS,
+    TWO_WORKERS,
+    few,
+)
 
 pytestmark = pytest.mark.multiworker
 
@@ -223,10 +231,10 @@ def test_different_data_on_workers_is_an_error(errors: list[list[str]]) -> None:
         assert (kind, "shuffle(seed=" in message) == ("DataError", True)
 
 
-@behaviour(usage.numbers_gathered_from_each_worker, at=[TWO_WORKERS])
+@behaviour(usage.numbers_gathered_from_each_worker, at=[TWO_WORKERS, THREE_WORKERS])
 def test_gathered_numbers_and_bytes_are_exact(results: list[Any]) -> None:
-    numbers = [[-(2**62), 0, 0], [-(2**62) - 1, 0, 1]]
-    assert results == [[numbers, True, True]] * 2
+    numbers = [[-(2**62) - rank, 0, rank] for rank in range(len(results))]
+    assert results == [[numbers, [True] * 7]] * len(results)
 
 
 @behaviour(usage.numbers_gathered_without_a_channel, at=[TWO_WORKERS])
@@ -234,7 +242,7 @@ def test_numbers_and_bytes_are_exact_where_a_worker_cannot_reach_another(
     results: list[Any],
 ) -> None:
     numbers = [[-(2**62), 0, 0], [-(2**62) - 1, 0, 1]]
-    assert results == [[numbers, True, True, True]] * 2
+    assert results == [[numbers, [True] * 7, True]] * 2
 
 
 @behaviour(usage.what_travels_over_the_channel_after_a_step, at=[TWO_WORKERS])

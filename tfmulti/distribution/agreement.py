@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.distribution.connections import exchange
+from tfmulti.distribution import connections
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.launch.heartbeat import heartbeat
 
-# A message of bytes begins with the second, so that no bytes and empty bytes differ.
-_NOTHING, _BYTES = b"", b"+"
+_BYTES = b"+"
 _OK, _FAILED = b"+", b"-"
 # Within a step, whole numbers travel as float32 in the collective of the metrics. Up to this number
 # their sums are exact. As int32 they would need a collective of their own in each execution.
@@ -42,7 +41,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list
     data = np.array(values, np.int64).tobytes()
     # The launcher must know that this worker may wait for others, and is not stuck by itself.
     with heartbeat().working(gather):
-        parts = exchange(placement_of(strategy), data)
+        parts = connections.exchange(placement_of(strategy), data)
     return [np.frombuffer(part, np.int64).tolist() for part in parts]
 
 
@@ -60,8 +59,18 @@ def gather_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[b
         return [data]
     # The time of an exchange depends on the bytes, so it tells nothing about any other exchange.
     with heartbeat().working(_Exchange()):
-        parts = exchange(placement_of(strategy), _NOTHING if data is None else _BYTES + data)
-    return [part.removeprefix(_BYTES) if part != _NOTHING else None for part in parts]
+        return [
+            _unpacked(part) for part in connections.exchange(placement_of(strategy), _packed(data))
+        ]
+
+
+def _packed(data: bytes | None) -> bytes:
+    """Returns the message of some bytes, in which no bytes and empty bytes differ."""
+    return b"" if data is None else _BYTES + data
+
+
+def _unpacked(message: bytes) -> bytes | None:
+    return message.removeprefix(_BYTES) if message else None
 
 
 class _Exchange:
@@ -77,7 +86,10 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | N
         strategy: the strategy of the run.
         data: the bytes to send; only the chief's count.
     """
-    return gather_bytes(strategy, data if placement_of(strategy).is_chief else None)[0]
+    if placement_of(strategy).workers == 1:
+        return data
+    with heartbeat().working(_Exchange()):
+        return _unpacked(connections.broadcast(placement_of(strategy), _packed(data)))
 
 
 def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:

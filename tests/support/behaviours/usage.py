@@ -20,7 +20,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tfmulti import prepare
 from tfmulti.distribution import connections
-from tfmulti.distribution.agreement import gather, gather_bytes
+from tfmulti.distribution.agreement import broadcast, gather, gather_bytes
 from tfmulti.distribution.connections import made_channel
 from tfmulti.launch.heartbeat import FIRST, heartbeat
 from tfmulti.training.input import pipeline
@@ -284,12 +284,22 @@ def batches_whose_digests_differ_by_one() -> Any:
 
 def numbers_gathered_from_each_worker() -> Any:
     """Returns numbers that float32 and int32 would round, and whether all bytes arrived."""
-    rank = here.placement.rank
+    rank, others = here.placement.rank, range(1, here.placement.workers)
     # Longer than one message of TensorFlow.
     long = bytes(range(256)) * 20_000
-    lengthy = gather_bytes(here.strategy, long if rank else None) == [None, long]
-    short = gather_bytes(here.strategy, b"\x00\x80" * rank) == [b"", b"\x00\x80"]
-    return [gather(here.strategy, [-(2**62) - rank, 0, rank]), lengthy, short]
+    lengthy = gather_bytes(here.strategy, long if rank else None) == [None, *[long for _ in others]]
+    short = gather_bytes(here.strategy, b"\x00\x80" * rank)
+    of_chief = [
+        broadcast(here.strategy, None if rank else data) == data
+        for data in (long + b"+", b"+", b"", None)
+    ]
+    arrived = [
+        lengthy,
+        short == [b"", *(b"\x00\x80" * r for r in others)],
+        *of_chief,
+        broadcast(here.strategy, b"123"[rank:]) == b"123",
+    ]
+    return [gather(here.strategy, [-(2**62) - rank, 0, rank]), arrived]
 
 
 def numbers_gathered_without_a_channel() -> Any:
