@@ -12,12 +12,16 @@ NONE = "none"
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Returns the names in the text of `--tracker`.
+    """Returns the names in the text of `--tracker`, each once.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or `none` is not alone.
     """
-    names = tuple(name.strip() for name in text.split(",")) if text != NONE else ()
+    if text == NONE:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if NONE in names:
+        raise ConfigError(f"--tracker {text} has other names beside {NONE!r}. Give it alone.")
     for name in names:
         if name not in TRACKERS:
             known = did_you_mean(name, (*TRACKERS, NONE))

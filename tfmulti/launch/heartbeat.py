@@ -32,6 +32,8 @@ SAVED = "TFMULTI_SAVED"
 
 # The usual duration is the one that 90 % of the last 64 executions did not exceed.
 _REMEMBERED, _USUAL_SHARE = 64, 0.9
+# How often a worker that waits for something outside of the job says so.
+_RENEW_S = 2.0
 
 # All fields but the last have a fixed width, so a new line covers the old one.
 _LINE = (
@@ -163,6 +165,27 @@ class Heartbeat:
                 with self._lock:
                     self._recent.append(now - began)
             self._write(phase=BUSY, since_s=now, longest_s=known_s)
+
+    @contextlib.contextmanager
+    def waiting_outside(self, most_s: float) -> Iterator[None]:
+        """A context in which this worker waits for something outside of the job, such as a server.
+
+        Args:
+            most_s: for so many seconds the launcher does not take the worker for stuck.
+        """
+        until, is_over = self._clock() + most_s, threading.Event()
+
+        def renew() -> None:
+            while self._clock() < until and not is_over.wait(_RENEW_S):
+                self._write(since_s=self._clock())
+
+        thread = threading.Thread(target=renew, name="tfmulti-waiting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def tracing(self) -> None:
         """Reports that the current execution is traced, for example for a new shape of the batch.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
+import keras
 import mlflow
 import numpy as np
 import psutil
 import pytest
+import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support import forked
 from tests.support.launching import wait_for
 from tests.support.processes import processes, run
-from tfmulti import ConfigError, Tracker
+from tfmulti import Checkpoint, ConfigError, Tracker, prepare
 from tfmulti.config import trackers
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.run.callbacks import tracker
 
 pytestmark = pytest.mark.processes
 
@@ -111,17 +115,81 @@ def test_only_the_chief_runs_callbacks_of_trackers(
 
 
 def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[str, str]) -> None:
-    env |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    words = ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
-    words += ["--tracker", "mlflow"]
-    done = run(words, tmp_path / "fit", env=env, limit_s=LIMIT_S)
+    """It accepts connections and is silent, so that MLflow waits for each of its own time-outs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env |= {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        words = [*TWO_WORKERS, "--max-restarts", "0", "--log-dir", str(tmp_path / "logs")]
+        words += ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
+        done = run([*words, "--tracker", "mlflow"], tmp_path / "fit", env=env, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stderr.splitlines() if "mlflow does not take" in line]
-    assert line.startswith("tfmulti: mlflow does not take this run: ")
+    assert "tfmulti: mlflow does not take this run: " in line
     assert line.endswith("… The training goes on. See docs/trackers.md.")
-    assert len(line) < 260
+    assert len(line) < 280
     assert (tmp_path / "run" / "report.json").exists()
     assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+class Server:
+    """Stands in for a tracker's package, and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start(self, run_id: str | None, parameters: Any) -> str:
+        self.calls.append(("start", run_id))
+        return run_id or f"run{len(self.calls)}"
+
+    def log(self, metrics: Any, epoch: int) -> None:
+        self.calls.append((epoch, metrics))
+
+    def end(self, done: bool, files: Any) -> None:
+        self.calls.append(("end", done))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    made = Server()
+    monkeypatch.setitem(tracker._SERVERS, "mlflow", lambda: made)
+    return made
+
+
+def model() -> Any:
+    made = prepare(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+    made.compile("sgd", "mse")
+    return made
+
+
+X, Y = np.ones((4, 2)), np.ones((4, 1))
+
+
+def test_numbers_of_any_library_are_logged(server: Server) -> None:
+    made = Tracker("mlflow")
+    made.set_model(model())
+    made.on_train_batch_begin(0)
+    numbers = {"a": 1, "b": np.float32(0.5), "c": np.int64(3), "d": tf.constant(2.0), "e": True}
+    made.on_epoch_end(0, {**numbers, "vector": np.ones(2), "text": "x"})
+    assert server.calls[-1] == (0, {"a": 1.0, "b": 0.5, "c": 3.0, "d": 2.0, "e": 1.0})
+
+
+def test_each_fit_makes_a_run_of_its_own(server: Server) -> None:
+    made, trained = Tracker("mlflow"), model()
+    for _ in range(2):
+        trained.fit(X, Y, verbose=0, callbacks=[made])
+    assert [call for call in server.calls if call[0] == "start"] == [("start", None)] * 2
+
+
+def test_a_run_is_ended_if_the_checkpoint_leaves_nothing_to_train(
+    server: Server, tmp_path: Path
+) -> None:
+    """As when a job is killed after its last checkpoint: the tracker's run is still open."""
+    trained = model()
+    open_run = Tracker("mlflow", at_end=False)
+    trained.fit(X, Y, verbose=0, callbacks=[open_run, Checkpoint(tmp_path)])
+    run_id = open_run.get_state()["run_id"]
+    server.calls.clear()
+    model().fit(X, Y, verbose=0, callbacks=[Tracker("mlflow"), Checkpoint(tmp_path)])
+    assert server.calls == [("start", run_id), ("end", True)]
 
 
 def test_tensorboard_has_the_hyper_parameters_and_the_configuration(tmp_path: Path) -> None:
@@ -138,6 +206,9 @@ def test_tensorboard_has_the_hyper_parameters_and_the_configuration(tmp_path: Pa
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="unknown name 'mlfow'; did you mean 'mlflow'"):
         FitConfig(tracker="tensorboard,mlfow")
+    with pytest.raises(ConfigError, match="has other names beside 'none'"):
+        FitConfig(tracker="none,mlflow")
+    assert trackers.names_in("mlflow, mlflow,wandb") == ("mlflow", "wandb")
     with pytest.raises(ConfigError, match=r"Tracker\('tensorboard'\): known: mlflow, wandb"):
         Tracker("tensorboard")
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
@@ -147,8 +218,8 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("run_id", ["../../a", "a/b", "", "a" * 65, 7, None, "a b"])
 def test_a_crafted_id_of_a_run_is_not_used(run_id: Any) -> None:
-    tracker = Tracker("mlflow")
-    tracker.set_state({"run_id": run_id})
-    assert tracker.get_state() == {"run_id": None}
-    tracker.set_state({"run_id": "0f-A_1"})
-    assert tracker.get_state() == {"run_id": "0f-A_1"}
+    made = Tracker("mlflow")
+    made.set_state({"run_id": run_id})
+    assert made.get_state() == {"run_id": None}
+    made.set_state({"run_id": "0f-A_1"})
+    assert made.get_state() == {"run_id": "0f-A_1"}

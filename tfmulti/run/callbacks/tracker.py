@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import textwrap
@@ -10,15 +11,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 
 from tfmulti.config.trackers import MLFLOW, WANDB, check_installed
 from tfmulti.errors import ConfigError, did_you_mean
+from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.state.trainer_state import state_of
 
 # A run's id comes from a checkpoint, and becomes a part of addresses and folders.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # The most of a tracker's own message that is shown.
 _MOST_CHARACTERS = 160
+# All workers wait while the chief waits for a server. Without these settings the clients try for
+# minutes before they say that the server does not answer. A user's own settings stay.
+_MLFLOW_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+_WANDB_LIMITS = {"WANDB_INIT_TIMEOUT": "30"}
+_MOST_WAIT_S = 120.0
 
 
 class _Server(Protocol):
@@ -38,7 +46,8 @@ class Tracker(keras.callbacks.Callback):
     """Logs the metrics of each epoch to a tracker, on the chief only.
 
     A training that resumes from a checkpoint goes on with the same run of the tracker. The epoch of
-    the checkpoint may be logged a second time, with the same values. The server is chosen as the
+    the checkpoint may be logged a second time, with the same values. Another `fit` after the end of
+    a run begins a new run. The server is chosen as the
     tracker's manual says, such as by `MLFLOW_TRACKING_URI` or `WANDB_MODE`. A server that does not
     answer costs a line on standard error, and not the training.
 
@@ -78,6 +87,11 @@ class Tracker(keras.callbacks.Callback):
         if isinstance(run_id, str) and _ID.fullmatch(run_id):
             self._run_id = run_id
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forgets the run of an earlier `fit` that has ended. A checkpoint's id is set later."""
+        if self._server is None:
+            self._run_id = None
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Starts the run at the first step, when the state of the checkpoint is restored."""
         if self._server is None and not self._failed:
@@ -88,7 +102,12 @@ class Tracker(keras.callbacks.Callback):
         self.log(logs or {}, epoch)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Ends the run, if it ends with `fit`."""
+        """Ends the run, if it ends with `fit`.
+
+        If the checkpoint has left no step to train, its run is still open, and goes on here.
+        """
+        if self._server is None and self._run_id is not None and not self._failed:
+            self._try(self._start)
         if self._at_end:
             self.finish()
 
@@ -100,7 +119,7 @@ class Tracker(keras.callbacks.Callback):
             epoch: the number of the epoch, counted from 0.
         """
         server = self._server
-        values = {name: float(v) for name, v in metrics.items() if isinstance(v, (int, float))}
+        values = {name: float(v) for name, v in metrics.items() if _is_number(v)}
         if server is not None and values:
             self._try(lambda: server.log(values, epoch))
 
@@ -123,7 +142,8 @@ class Tracker(keras.callbacks.Callback):
     def _try(self, call: Any) -> None:
         """Calls a function of the tracker; says once if it fails."""
         try:
-            call()
+            with heartbeat().waiting_outside(_MOST_WAIT_S):
+                call()
         except Exception as error:
             if not self._failed:
                 # Some messages list all that the tracker can do.
@@ -138,10 +158,22 @@ class Tracker(keras.callbacks.Callback):
             self._failed = True
 
 
+def _is_number(value: Any) -> bool:
+    """Returns whether a metric is one number, such as of Python, NumPy or TensorFlow."""
+    array = np.asarray(value)
+    return array.ndim == 0 and array.dtype.kind in "fiub"
+
+
+def _limit_waits(settings: Mapping[str, str]) -> None:
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
 class _MLflow:
     """A run of MLflow. The run that the user has started is used, and is left open."""
 
     def __init__(self) -> None:
+        _limit_waits(_MLFLOW_LIMITS)
         import mlflow
 
         self._mlflow = mlflow
@@ -169,6 +201,7 @@ class _Wandb:
     """A run of Weights & Biases. The run that the user has started is used, and is left open."""
 
     def __init__(self) -> None:
+        _limit_waits(_WANDB_LIMITS)
         import wandb
 
         self._wandb = wandb
