@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from tests.support.processes import ROOT, clean_env, is_alive, processes
-from tfmulti import ConfigError, notebook_launcher
+from tfmulti import ConfigError, TfmultiError, notebook_launcher
 from tfmulti.run.notebook import main as call_in_worker
 
 pytestmark = pytest.mark.processes
@@ -177,6 +178,60 @@ notebook_launcher(waits, workers=2)
     assert not notebook.workers()
     # The kernel lives.
     assert notebook.run("1 + 1") == ("2", None)
+
+
+def test_a_second_interrupt_kills_workers_that_do_not_end(notebook: Notebook) -> None:
+    code = """
+from tfmulti import notebook_launcher
+def stays():
+    import signal, sys, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("begun", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+notebook_launcher(stays, workers=2)
+"""
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + LIMIT_S / 2
+        while len(notebook.workers()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(5)
+        notebook.interrupt()
+        time.sleep(3)
+        assert len(notebook.workers()) >= 2
+        notebook.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    shown, error = notebook.run(code)
+    thread.join()
+    assert error["ename"] == "KeyboardInterrupt"
+    # What the chief writes to standard error is shown, too.
+    assert "begun" in shown
+    assert not notebook.workers()
+
+
+def test_a_process_that_ends_itself_has_no_result() -> None:
+    """The messages name no folder, because that of the call is removed."""
+    with pytest.raises(TfmultiError, match=r"as by sys\.exit\(\), so there is no result"):
+        notebook_launcher(sys.exit, (0,), workers=1)
+    with pytest.raises(TfmultiError, match="ended with exit code 3") as raised:
+        notebook_launcher(sys.exit, (3,), workers=1)
+    assert "tfmulti-notebook-" not in str(raised.value)
+
+
+class Unloadable:
+    """Can be pickled, but not loaded."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_result_that_cannot_be_loaded_is_told_so() -> None:
+    with pytest.raises(TfmultiError, match=r"cannot be loaded in the notebook \(ValueError: inval"):
+        notebook_launcher(Unloadable, workers=1)
 
 
 # Each epoch takes about a second, so that the interrupt comes in the middle of the training.
@@ -361,6 +416,8 @@ def test_a_worker_loads_no_function_that_another_user_could_write(
         ({"function": 3}, "notebook_launcher needs a function, but got 3."),
         ({"function": print, "workers": 0}, "workers is 0, but it must be a whole number from 1."),
         ({"function": print, "workers": True}, "workers is True, but it must be"),
+        ({"function": print, "args": 3}, "args is 3, but it must be a tuple or list of arguments."),
+        ({"function": print, "args": "ab"}, "args is 'ab', but it must be a tuple or list"),
         ({"function": print, "args": (threading.Lock(),)}, "cannot be sent to the workers"),
     ],
 )

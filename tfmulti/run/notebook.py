@@ -64,13 +64,14 @@ def notebook_launcher(
 ) -> Any:
     """Runs a function on several workers of this machine, and returns what it returns on the chief.
 
-    The cell shows what the chief prints, with its progress bar. Interrupting the kernel ends all
-    workers; a run with a Checkpoint callback saves first.
+    The cell shows what the chief prints, with its progress bar and its warnings. Interrupting the
+    kernel ends all workers; a run with a Checkpoint callback saves first. A second interrupt ends
+    them at once.
 
     Args:
         function: the function that every worker calls. It may be defined in the notebook. In it,
             `tfmulti.make_strategy()` returns the strategy over all workers.
-        args: its arguments, which cloudpickle can send.
+        args: a tuple or list of its arguments, which cloudpickle can send.
         workers: the number of workers. With GPUs, each gets an equal part of them.
 
     Returns:
@@ -80,15 +81,15 @@ def notebook_launcher(
     Raises:
         ConfigError: there is no function, or it or an argument cannot be sent.
         DeviceError: TensorFlow has taken the GPUs in this kernel.
-        TfmultiError: a worker was lost without an error of its own.
+        TfmultiError: a worker was lost without an error of its own, or there is no result.
         Exception: the first error that a worker has raised, with the worker's traceback.
     """
-    _check(function, workers)
+    _check(function, args, workers)
     # Only this user can read or write the folder, so nobody else can change what the workers run.
     with tempfile.TemporaryDirectory(prefix="tfmulti-notebook-") as name:
         folder = Path(name)
         try:
-            _write_file(folder / _CALL, cloudpickle.dumps((function, tuple(args))))
+            _write_file(folder / _CALL, cloudpickle.dumps((function, args)))
         except Exception as error:
             raise ConfigError(
                 f"the function or an argument cannot be sent to the workers ({error}). Make it "
@@ -100,15 +101,36 @@ def notebook_launcher(
             raise TfmultiError(
                 f"the workers have ended with exit code {code}. The launcher said: {errors}"
             )
-        return cloudpickle.loads((folder / _RESULT).read_bytes())
+        if not (folder / _RESULT).exists():
+            raise TfmultiError(
+                "the function has ended its process, as by sys.exit(), so there is no result. "
+                "Return a value instead, or None."
+            )
+        return _loaded((folder / _RESULT).read_bytes())
 
 
-def _check(function: Any, workers: int) -> None:
+def _loaded(data: bytes) -> Any:
+    """Returns the result that a worker has sent; raises TfmultiError if it cannot be loaded."""
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:
+        raise TfmultiError(
+            f"the result cannot be loaded in the notebook ({type(error).__name__}: {error}). "
+            "Return numbers, arrays or a History."
+        ) from error
+
+
+def _check(function: Any, args: Any, workers: int) -> None:
     """Checks the arguments, and that the GPUs are free."""
     if not callable(function):
         raise ConfigError(
             f"notebook_launcher needs a function, but got {function!r}. Write "
             "notebook_launcher(train, (argument,)), without calling it."
+        )
+    if not isinstance(args, (tuple, list)):
+        raise ConfigError(
+            f"args is {args!r}, but it must be a tuple or list of arguments. Write (argument,) for "
+            "a single one."
         )
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"workers is {workers!r}, but it must be a whole number from 1.")
@@ -158,7 +180,8 @@ def _run_workers(folder: Path, workers: int) -> tuple[int, str]:
     finally:
         _stop(launcher)
     lines = (folder / "launcher.log").read_text(errors="replace").splitlines()
-    return code, "\n".join(lines[-_LAST_LINES:])
+    # The folder is removed, so no line may send the user there.
+    return code, "\n".join(line for line in lines[-_LAST_LINES:] if str(folder) not in line)
 
 
 def _run_launcher(folder: Path, workers: str) -> int:
@@ -210,15 +233,30 @@ class _CellOutput:
 
 
 def _stop(launcher: subprocess.Popen[bytes]) -> None:
-    """Ends the launcher with its workers, if it still runs."""
+    """Ends the launcher with its workers, if it still runs.
+
+    A second interrupt of the kernel, or a launcher that does not end, kills all of them.
+    """
     if launcher.poll() is None:
         launcher.send_signal(signal.SIGINT)
         try:
             launcher.wait(_STOP_S)
         finally:
             if launcher.poll() is None:
-                launcher.kill()
+                for process in reversed(_with_descendants(launcher.pid)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
                 launcher.wait()
+
+
+def _with_descendants(process: int) -> list[int]:
+    """Returns a process and all processes below it, see proc_pid_task(5)."""
+    found = [process]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+            found += map(int, children.split())
+    return found
 
 
 def _raise_first_error(folder: Path, workers: int) -> None:
@@ -274,7 +312,9 @@ def main(folder: Path) -> None:
         os.close(printed)
     try:
         function, args = cloudpickle.loads(call)
-        result = function(*args)
+        # What TensorFlow itself writes to standard error stays in the log.
+        with contextlib.redirect_stderr(sys.stdout if rank == 0 else sys.stderr):
+            result = function(*args)
         if rank == 0:
             _write_result(folder / _RESULT, _sendable(result))
     except Exception as error:
