@@ -9,7 +9,9 @@ from typing import Any
 import keras
 import keras_tuner
 import pytest
+import tensorflow as tf
 
+import tfmulti
 from tests.support import forked
 from tests.support.processes import Finished, run
 
@@ -152,6 +154,13 @@ def test_an_oracle_that_ends_the_search_ends_it_on_all_workers(tmp_path: Path) -
     for rank in (0, 1):
         (log,) = (tmp_path / "logs").rglob(f"worker_{rank}/stderr.log")
         assert words in log.read_text()
+
+
+def test_other_arguments_are_refused() -> None:
+    with pytest.raises(tfmulti.ConfigError, match="takes a class of KerasTuner"):
+        tfmulti.make_tuner("RandomSearch", tf.distribute.get_strategy())
+    with pytest.raises(tfmulti.ConfigError, match="strategy is None"):
+        tfmulti.make_tuner(keras_tuner.RandomSearch, None)
 
 
 def test_an_oracle_of_keras_tuner_for_separate_searches_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -236,10 +237,16 @@ def test_an_estimate_changes_nothing() -> None:
     assert int(model.optimizer.iterations) == 2
 
 
-@pytest.mark.parametrize("given", [{"rows": 0}, {"device_memory_gb": 0.0}])
-def test_values_out_of_range_are_refused(given: dict[str, float]) -> None:
-    with pytest.raises(tfmulti.ConfigError, match="must be"):
-        tfmulti.estimate(dense(), **given)
+@pytest.mark.parametrize("name", ["rows", "device_memory_gb"])
+@pytest.mark.parametrize("value", [0, -1.5, "8", float("inf"), float("nan")])
+def test_values_of_another_type_or_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(tfmulti.ConfigError, match=re.escape(f"{name} is {value!r}, but it must")):
+        tfmulti.estimate(dense(), **{name: value})
+
+
+def test_only_a_model_has_an_estimate() -> None:
+    with pytest.raises(tfmulti.ModelError, match=r"estimate\(\) takes a keras\.Model, not a NoneT"):
+        tfmulti.estimate(None)
 
 
 def test_the_inputs_of_a_functional_model_keep_their_structure() -> None:
@@ -383,7 +390,7 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
     refused = fit("--device_memory_gb", "0")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "tfmulti: --device_memory_gb is 0, but it must be above 0. "
+        "tfmulti: --device_memory_gb is 0.0, but it must be above 0. "
         "(docs: troubleshooting#configuration)\n"
     )
     assert not list(inside.iterdir())

@@ -271,7 +271,7 @@ class FitConfig(TrainingOptions):
         None,
         "With --dry_run: the memory of a device in GB, to print what fits. Default: the memory of "
         "the GPUs.",
-        low=0,
+        above=0,
         free=True,
     )
 
@@ -287,8 +287,6 @@ class FitConfig(TrainingOptions):
                 f"--peak_tflops {self.peak_tflops:g} has an effect only with --log_throughput. "
                 "Give both."
             )
-        if self.device_memory_gb == 0:
-            raise ConfigError("--device_memory_gb is 0, but it must be above 0.")
         if self.device_memory_gb is not None and not self.dry_run:
             raise ConfigError(
                 f"--device_memory_gb {self.device_memory_gb:g} has an effect only with --dry_run. "

@@ -317,8 +317,8 @@ def dry_run(setup: Setup, model: keras.Model) -> FitReport:
         say(
             "dry run",
             f"all is built; {steps:,} steps of {number(throughput.step_s * 1000)} ms "
-            f"would take about {number(throughput.first_s + steps * throughput.step_s)} s, "
-            "validation not counted. Nothing was written.",
+            f"would take about {number(throughput.first_s + steps * throughput.step_s)} s with the "
+            "tracing, validation not counted. Nothing was written.",
         )
     metrics = {name: values[-1] for name, values in history.items()}
     trained = Trained(history, metrics, seconds, throughput, waiting)

@@ -52,8 +52,16 @@ def make_tuner(
             model. `directory` and `project_name` count on the chief alone.
 
     Raises:
-        ConfigError: KerasTuner's own oracle for separate searches (KERASTUNER_ORACLE_IP) is in use.
+        ConfigError: `kind` or `strategy` is something else, or KerasTuner's own oracle for separate
+            searches (KERASTUNER_ORACLE_IP) is in use.
     """
+    if not (isinstance(kind, type) and issubclass(kind, keras_tuner.Tuner)):
+        raise ConfigError(
+            "make_tuner takes a class of KerasTuner, such as keras_tuner.RandomSearch, not "
+            f"{kind!r}."
+        )
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise ConfigError(f"strategy is {strategy!r}. Give what tfmulti.make_strategy() returns.")
     placement = placement_of(strategy)
     arguments["distribution_strategy"] = strategy
     if placement.workers == 1:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -141,12 +142,17 @@ def estimate(
 
     Raises:
         ModelError: the model is not compiled, or its inputs are not known and `specs` is None.
-        ConfigError: a value is out of its range.
+        ConfigError: a value has another type, or is out of its range.
     """
-    if rows < 1:
-        raise ConfigError(f"rows is {rows}, but it must be at least 1.")
-    if device_memory_gb is not None and not device_memory_gb > 0:
-        raise ConfigError(f"device_memory_gb is {device_memory_gb}, but it must be above 0.")
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"estimate() takes a keras.Model, not a {type(model).__name__}.")
+    if not isinstance(rows, int) or rows < 1:
+        raise ConfigError(f"rows is {rows!r}, but it must be a whole number from 1.")
+    given = 1.0 if device_memory_gb is None else device_memory_gb
+    if not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise ConfigError(
+            f"device_memory_gb is {device_memory_gb!r}, but it must be a finite number above 0."
+        )
     model_checks.check_compiled(model)
     if options is not None or not isinstance(model, DistributedModel):
         prepare(model, options)
