@@ -75,10 +75,10 @@ def saving_elsewhere(
     When the context ends, the folder is removed, and the callbacks get back the paths that they
     were given.
     """
-    if placement.is_chief:
+    checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
+    if placement.is_chief or not checkpoints:
         yield
         return
-    checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
     paths = [checkpoint.filepath for checkpoint in checkpoints]
     with tempfile.TemporaryDirectory(prefix="tfmulti-not-chief-") as folder:
         for checkpoint, path in zip(checkpoints, paths, strict=True):
