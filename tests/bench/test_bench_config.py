@@ -201,8 +201,13 @@ def test_a_signal_between_two_points_leaves_no_files(
         assert (tmp_path / "o" / "logs").exists()
         signal.raise_signal(number)
 
-    with pytest.raises(MeasurementStopped) as raised:
-        Matrix(config, (0,), (), {}, say, launched).measure()
+    # Shells start programs in the background with SIGINT ignored.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(MeasurementStopped) as raised:
+            Matrix(config, (0,), (), {}, say, launched).measure()
+    finally:
+        signal.signal(number, before)
     assert raised.value.exit_code == 128 + number
     assert len(launched.requests) == 1
     assert not (tmp_path / "o").exists()

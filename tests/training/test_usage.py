@@ -245,6 +245,18 @@ def test_numbers_and_bytes_are_exact_where_a_worker_cannot_reach_another(
     assert results == [[numbers, [True] * 7, True]] * 2
 
 
+@behaviour(usage.exchanges_after_errors, at=[TWO_WORKERS])
+def test_no_exchange_gets_the_messages_of_another_one(results: list[Any]) -> None:
+    for rank, (message, again, kind, at_last) in enumerate(results):
+        other = 1 - rank
+        names = ("2 numbers", "bytes")
+        assert message == (
+            f"worker {other} is in another call: it sends {names[other]!r}, and not {names[rank]!r}"
+        )
+        assert (again, at_last) == ([[0], [1]], [[0], [1]])
+        assert kind == ("SystemExit", "UnavailableError")[rank]
+
+
 @behaviour(usage.what_travels_over_the_channel_after_a_step, at=[TWO_WORKERS])
 def test_a_worker_that_ends_after_a_vote_or_a_checkpoint_leaves_no_message_unsent(
     results: list[Any],

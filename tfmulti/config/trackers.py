@@ -17,9 +17,9 @@ def names_in(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: a name is unknown, or `none` is not alone.
     """
-    if text == NONE:
-        return ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if names == (NONE,):
+        return ()
     if NONE in names:
         raise ConfigError(f"--tracker {text} has other names beside {NONE!r}. Give it alone.")
     for name in names:

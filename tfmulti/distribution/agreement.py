@@ -4,8 +4,8 @@ Workers use this where they must decide alike outside of a step: for votes at th
 for digests of the data, and for bytes that the chief alone reads, such as a checkpoint.
 
 The bytes go over the workers' channel (`connections.exchange`), also on GPUs. So a worker may end
-right after an exchange: TCP still delivers what it has sent. TensorFlow's own collective can fail
-on a worker that has not got the last message yet.
+right after an exchange: TCP still delivers what it has sent. TensorFlow's own collective, which is
+used where there is no channel, can fail on a worker that has not got the last message yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[int]) -> list[list
     data = np.array(values, np.int64).tobytes()
     # The launcher must know that this worker may wait for others, and is not stuck by itself.
     with heartbeat().working(gather):
-        parts = connections.exchange(placement_of(strategy), data)
+        parts = connections.exchange(placement_of(strategy), f"{len(values)} numbers", data)
     return [np.frombuffer(part, np.int64).tolist() for part in parts]
 
 
@@ -59,9 +59,8 @@ def gather_bytes(strategy: tf.distribute.Strategy, data: bytes | None) -> list[b
         return [data]
     # The time of an exchange depends on the bytes, so it tells nothing about any other exchange.
     with heartbeat().working(_Exchange()):
-        return [
-            _unpacked(part) for part in connections.exchange(placement_of(strategy), _packed(data))
-        ]
+        parts = connections.exchange(placement_of(strategy), "bytes", _packed(data))
+    return [_unpacked(part) for part in parts]
 
 
 def _packed(data: bytes | None) -> bytes:
@@ -89,7 +88,8 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes | N
     if placement_of(strategy).workers == 1:
         return data
     with heartbeat().working(_Exchange()):
-        return _unpacked(connections.broadcast(placement_of(strategy), _packed(data)))
+        message = connections.broadcast(placement_of(strategy), "bytes of the chief", _packed(data))
+    return _unpacked(message)
 
 
 def from_chief(strategy: tf.distribute.Strategy, make: Callable[[], bytes]) -> bytes:

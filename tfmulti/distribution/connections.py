@@ -1,14 +1,15 @@
 """Holds this process' channel to the other workers, and converts its errors to TensorFlow's.
 
 Steps use the channel if each worker has one CPU replica (`channel_of`). What the workers exchange
-outside of a step always goes over it (`exchange`).
+outside of a step goes over it in any case (`exchange`).
 
 The workers connect in these steps, for which they use TensorFlow's own gather between CPUs:
 
 1. Each worker listens at a free port, and tells all others its rank, that port and random bytes.
 2. All workers compute one key from the job's secret and the random bytes of the chief.
 3. Each two workers connect and prove to each other that they have the key (`rendezvous`).
-4. Each worker tells whether it reaches all others. If one does not, no worker uses a channel.
+4. Each worker tells whether it reaches all others. If one does not, no worker uses a channel, and
+   TensorFlow exchanges everything.
 
 While an exchange waits, TensorFlow is asked each second whether all workers are alive. If a worker
 dies or freezes, the step ends with TensorFlow's own error, after TensorFlow's own time-out.
@@ -117,8 +118,10 @@ def _connect(placement: Placement) -> Channel | None:
     try:
         connections = connect_workers(listener, placement.rank, listeners, key)
     except ChannelError as error:
-        if _serves_steps(placement):
-            logging.warning(documented(f"gradients travel by gRPC, which is slower: {error}"))
+        what = "gradients travel by gRPC, which is slower"
+        if not _serves_steps(placement):
+            what = "votes and checkpoints travel by gRPC"
+        logging.warning(documented(f"{what}: {error}"))
         connections = None
     if not _gather(placement, "reached", [connections is not None]).all() or connections is None:
         for connection in (connections or {}).values():
@@ -127,23 +130,30 @@ def _connect(placement: Placement) -> Channel | None:
     return Channel(connections, lambda: _check(placement))
 
 
-def exchange(placement: Placement, data: bytes) -> list[bytes]:
+def exchange(placement: Placement, name: str, data: bytes) -> list[bytes]:
     """Returns the bytes that each worker gives, in the order of the ranks.
 
     This is a collective, for use outside of a step: every worker must call it. The bytes may differ
     in length.
 
+    Args:
+        placement: this process' place among the workers.
+        name: what is exchanged, the same on all workers.
+        data: the bytes of this worker.
+
     Raises:
-        tf.errors.OpError: another worker has ended, or has failed.
+        tf.errors.OpError: another worker has ended, has failed, or exchanges something else.
     """
     with own_errors(placement):
         channel = _channel_between(placement)
         if channel is None:
             return _exchanged_by_tensorflow(placement, data)
-        return _exchanged_by_channel(channel, placement, [data] * placement.workers)
+        message = _named(name, data)
+        received = _exchanged_by_channel(channel, placement, [message] * placement.workers)
+        return [_unnamed(part, name, rank).tobytes() for rank, part in enumerate(received)]
 
 
-def broadcast(placement: Placement, data: bytes) -> bytes:
+def broadcast(placement: Placement, name: str, data: bytes) -> bytes:
     """Returns the chief's bytes on every worker, which all call it outside of a step.
 
     The chief sends each worker one piece, and each worker sends its piece to all others. So the
@@ -151,33 +161,62 @@ def broadcast(placement: Placement, data: bytes) -> bytes:
     all-gather, as in Thakur, Rabenseifner and Gropp, Optimization of collective communication
     operations in MPICH, 2005.
 
+    Args:
+        placement: this process' place among the workers.
+        name: what is sent, the same on all workers.
+        data: the bytes to send; only the chief's count.
+
     Raises:
-        tf.errors.OpError: another worker has ended, or has failed.
+        tf.errors.OpError: another worker has ended, has failed, or exchanges something else.
     """
     count = placement.workers
     with own_errors(placement):
         channel = _channel_between(placement)
         if channel is None:
             return _exchanged_by_tensorflow(placement, data if placement.is_chief else b"")[0]
-        size = len(data) if placement.is_chief else 0
-        pieces = [data[size * i // count : size * (i + 1) // count] for i in range(count)]
-        piece = _exchanged_by_channel(channel, placement, pieces)[0]
-        return b"".join(_exchanged_by_channel(channel, placement, [piece] * count))
+        view = memoryview(data if placement.is_chief else b"")
+        ends = [len(view) * i // count for i in range(count + 1)]
+        pieces = [_named(name, view[ends[i] : ends[i + 1]]) for i in range(count)]
+        received = _exchanged_by_channel(channel, placement, pieces)
+        piece, *_ = (_unnamed(part, name, rank) for rank, part in enumerate(received))
+        all_pieces = _exchanged_by_channel(channel, placement, [piece] * count)
+        return data if placement.is_chief else b"".join(part.data for part in all_pieces)
+
+
+def _named(name: str, data: bytes | memoryview) -> np.ndarray:
+    """Returns a message that begins with its name, so that other workers know what it is."""
+    return np.frombuffer(b"".join((name.encode(), b"\0", data)), np.uint8)
+
+
+def _unnamed(message: np.ndarray, name: str, rank: int) -> np.ndarray:
+    """Returns the data of a message of the worker `rank`.
+
+    Raises:
+        tf.errors.UnavailableError: the message has another name.
+    """
+    start = name.encode() + b"\0"
+    if message[: len(start)].tobytes() == start:
+        return message[len(start) :]
+    other = message[:80].tobytes().partition(b"\0")[0].decode(errors="replace")
+    raise tf.errors.UnavailableError(
+        None, None, f"worker {rank} is in another call: it sends {other!r}, and not {name!r}"
+    )
 
 
 def _exchanged_by_channel(
-    channel: Channel, placement: Placement, parts: Sequence[bytes]
-) -> list[bytes]:
+    channel: Channel, placement: Placement, parts: Sequence[np.ndarray]
+) -> list[np.ndarray]:
     """Sends each worker its part, and returns the parts that all workers give this one."""
     rank = placement.rank
     try:
-        channel.send(
-            EXCHANGE_KEY,
-            [np.frombuffer(part, np.uint8) for part in [*parts[:rank], *parts[rank + 1 :]]],
-        )
-        received = [part.tobytes() for part in channel.receive(EXCHANGE_KEY)]
+        channel.send(EXCHANGE_KEY, [*parts[:rank], *parts[rank + 1 :]])
+        received = channel.receive(EXCHANGE_KEY)
     except ChannelError as error:
         raise tf.errors.UnavailableError(None, None, str(error)) from None
+    except BaseException:
+        # Otherwise the next exchange would get the messages of this one.
+        _end_channels()
+        raise
     return [*received[:rank], parts[rank], *received[rank:]]
 
 
@@ -226,7 +265,7 @@ def _gather(
     """
     with tf.device("CPU:0"):
         gathered = tf.raw_ops.CollectiveGatherV2(
-            input=tf.constant([values], tf.int32),
+            input=tf.constant(np.asarray(values, np.int32)[np.newaxis]),
             group_size=1 if alone else placement.workers,
             group_key=_GROUP_KEY + (1 + placement.rank if alone else 0),
             instance_key=zlib.crc32(name.encode()) & 0x7FFF_FFFF,
@@ -251,8 +290,8 @@ def keeping_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# The message of a channel whose connection to another worker has ended.
-_LOST = re.compile(r"worker \d+ is lost: .*")
+# The message about a worker whose connection has ended, or that exchanges something else.
+_LOST = re.compile(r"worker \d+ is (lost|in another call): .*")
 
 
 @contextlib.contextmanager
@@ -306,6 +345,15 @@ def _tensorflows_words(message: str) -> str:
     return " ".join([reason, *(line.strip() for line in details if line.startswith("/job:"))])
 
 
+def _end_channels() -> None:
+    """Closes the connections. The next call that all workers make connects them again."""
+    for addresses, channel in list(_connected.items()):
+        if channel is not None:
+            channel.close()
+            _ended[addresses] = channel
+            del _connected[addresses]
+
+
 @contextlib.contextmanager
 def own_errors(placement: Placement) -> Iterator[None]:
     """Makes a call into TensorFlow raise the original error of an operation of `collectives`.
@@ -317,16 +365,12 @@ def own_errors(placement: Placement) -> Iterator[None]:
         tf.errors.UnavailableError: another worker has ended, or such a call has failed on it.
     """
     if placement.addresses in _ended:
-        channel_of(placement)
+        _channel_between(placement)
         _ended.pop(placement.addresses, None)
     try:
         yield
     except (tf.errors.OpError, KeyboardInterrupt):
-        for addresses, channel in list(_connected.items()):
-            if channel is not None:
-                channel.close()
-                _ended[addresses] = channel
-                del _connected[addresses]
+        _end_channels()
         if not _raised:
             raise
         first = _raised[0]

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import math
+import numbers
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -141,15 +142,16 @@ def estimate(
         The parts of the need, its sum, and what fits.
 
     Raises:
-        ModelError: the model is not compiled, or its inputs are not known and `specs` is None.
+        ModelError: it is no model of Keras, it is not compiled, or its inputs are not known and
+            `specs` is None.
         ConfigError: a value has another type, or is out of its range.
     """
     if not isinstance(model, keras.Model):
         raise ModelError(f"estimate() takes a keras.Model, not a {type(model).__name__}.")
-    if not isinstance(rows, int) or rows < 1:
+    if not isinstance(rows, numbers.Integral) or isinstance(rows, bool) or rows < 1:
         raise ConfigError(f"rows is {rows!r}, but it must be a whole number from 1.")
     given = 1.0 if device_memory_gb is None else device_memory_gb
-    if not isinstance(given, (int, float)) or not 0 < given < math.inf:
+    if not isinstance(given, numbers.Real) or not 0 < given < math.inf:
         raise ConfigError(
             f"device_memory_gb is {device_memory_gb!r}, but it must be a finite number above 0."
         )

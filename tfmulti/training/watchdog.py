@@ -253,8 +253,8 @@ class _Watch:
     def _awaited(self, status: dict[str, Any]) -> list[int]:
         """Returns the ranks of the workers for which this worker waits, as far as it is known.
 
-        Before the workers have connected, and on GPUs, the collectives do not tell it. Then it
-        waits for the workers that are not in a collective according to their files.
+        Before the workers have connected, and within a step on GPUs, the collectives do not tell
+        it. Then it waits for the workers that are not in a collective according to their files.
         """
         missing, folder = _missing(status), self._callback.folder
         if missing or status["phase"] == BUSY or folder is None:

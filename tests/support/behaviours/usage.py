@@ -22,7 +22,8 @@ from tfmulti import prepare
 from tfmulti.distribution import connections
 from tfmulti.distribution.agreement import broadcast, gather, gather_bytes
 from tfmulti.distribution.connections import made_channel
-from tfmulti.launch.heartbeat import FIRST, heartbeat
+from tfmulti.distribution.transport import channel
+from tfmulti.launch.heartbeat import BUSY, FIRST, heartbeat
 from tfmulti.training.input import pipeline
 from tfmulti.training.state.run_state import metric_states
 
@@ -304,12 +305,37 @@ def numbers_gathered_from_each_worker() -> Any:
 
 def numbers_gathered_without_a_channel() -> Any:
     """Returns the same, and whether a worker has sent none of it over the channel."""
-    channel = made_channel(here.placement)
-    assert channel is not None
-    before = channel.sent_bytes
+    made = made_channel(here.placement)
+    assert made is not None
+    before = made.sent_bytes
     with mock.patch.object(connections, "_channel_between", return_value=None):
         found = numbers_gathered_from_each_worker()
-    return [*found, channel.sent_bytes == before]
+    return [*found, made.sent_bytes == before]
+
+
+def exchanges_after_errors() -> Any:
+    """Returns what each worker raises, and the ranks that it gathers after that.
+
+    First one worker gathers numbers and the other one bytes. Then one worker is interrupted after
+    it has sent its part, so the other one gets that part, and fails at the next exchange.
+    """
+    rank, found = here.placement.rank, []
+    try:
+        if rank:
+            gather_bytes(here.strategy, b"1234")
+        else:
+            gather(here.strategy, [1, 2])
+    except tf.errors.UnavailableError as error:
+        found.append(error.message)
+    found.append(gather(here.strategy, [rank]))
+    interrupted = mock.patch.object(channel.Channel, "receive", side_effect=SystemExit(3))
+    try:
+        with contextlib.nullcontext() if rank else interrupted:
+            gather(here.strategy, [7])
+            gather(here.strategy, [8])
+    except (SystemExit, tf.errors.UnavailableError) as error:
+        found.append(type(error).__name__)
+    return [*found, gather(here.strategy, [rank])]
 
 
 def what_travels_over_the_channel_after_a_step() -> Any:
@@ -320,19 +346,22 @@ def what_travels_over_the_channel_after_a_step() -> Any:
     model = classifier()
     fit(model)
     gather(here.strategy, [1])
-    channel = made_channel(here.placement)
-    assert channel is not None
-    counts = [channel.sent_bytes]
+    made = made_channel(here.placement)
+    assert made is not None
+    counts = [made.sent_bytes]
     gather(here.strategy, [1])
-    counts.append(channel.sent_bytes)
-    metric_states(model)
-    counts.append(channel.sent_bytes)
+    counts.append(made.sent_bytes)
+    with heartbeat().working(model):
+        metric_states(model)
+        # As in a checkpoint: this worker may still wait for others.
+        assert heartbeat().record().phase != BUSY
+    counts.append(made.sent_bytes)
     # On GPUs the steps do not use the channel, but what is exchanged outside of a step does.
     on_gpus = dataclasses.replace(here.placement, gpus=("/device:GPU:0",))
     assert (connections.channel_of(on_gpus), made_channel(on_gpus)) == (None, None)
-    ranks = connections.exchange(on_gpus, str(here.placement.rank).encode())
+    ranks = connections.exchange(on_gpus, "ranks", str(here.placement.rank).encode())
     assert ranks == [b"0", b"1"]
-    counts.append(channel.sent_bytes)
+    counts.append(made.sent_bytes)
     return [after > before for before, after in itertools.pairwise(counts)]
 
 

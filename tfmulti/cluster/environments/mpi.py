@@ -16,6 +16,7 @@ mpirun, or by random bytes that mpi4py gives to all processes.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import secrets
@@ -29,7 +30,7 @@ from tfmulti.cluster.allocation import allocated_hosts
 from tfmulti.cluster.job_secret import SECRET
 from tfmulti.cluster.layout import TIMEOUT_S, Env, Layout, number_of
 from tfmulti.cluster.listening import LOOPBACK
-from tfmulti.errors import ClusterError
+from tfmulti.errors import EXIT_USER, ClusterError
 
 NAME = "mpi"
 # The rank, the number of processes, and both of the host's processes.
@@ -120,6 +121,8 @@ def _gathered(library: Any, own: bytes, timeout_s: float) -> list[bytes]:
     request = world.Iallgather([own, library.BYTE], [received, library.BYTE])
     while not request.Test():
         if time.monotonic() > until_s:
+            # MPI's own end of the process would wait for the others once more.
+            atexit.register(world.Abort, EXIT_USER)
             raise ClusterError(
                 f"mpi: not all of the {world.Get_size()} processes have come within "
                 f"{timeout_s:.0f} s. Did all start, and do all have the same {SECRET} and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -47,9 +48,9 @@ class Tracker(keras.callbacks.Callback):
 
     A training that resumes from a checkpoint goes on with the same run of the tracker. The epoch of
     the checkpoint may be logged a second time, with the same values. Another `fit` after the end of
-    a run begins a new run. The server is chosen as the
-    tracker's manual says, such as by `MLFLOW_TRACKING_URI` or `WANDB_MODE`. A server that does not
-    answer costs a line on standard error, and not the training.
+    a run begins a new run. The server is chosen as the tracker's manual says, such as by
+    `MLFLOW_TRACKING_URI` or `WANDB_MODE`. A server that does not answer costs a line on standard
+    error, and not the training.
 
     Sources: the manuals "MLflow Tracking" (`mlflow.start_run`) and "Resume W&B runs"
     (`wandb.init`).
@@ -119,7 +120,8 @@ class Tracker(keras.callbacks.Callback):
             epoch: the number of the epoch, counted from 0.
         """
         server = self._server
-        values = {name: float(v) for name, v in metrics.items() if _is_number(v)}
+        numbers = {name: _as_number(value) for name, value in metrics.items()}
+        values = {name: number for name, number in numbers.items() if number is not None}
         if server is not None and values:
             self._try(lambda: server.log(values, epoch))
 
@@ -158,10 +160,12 @@ class Tracker(keras.callbacks.Callback):
             self._failed = True
 
 
-def _is_number(value: Any) -> bool:
-    """Returns whether a metric is one number, such as of Python, NumPy or TensorFlow."""
-    array = np.asarray(value)
-    return array.ndim == 0 and array.dtype.kind in "fiub"
+def _as_number(value: Any) -> float | None:
+    """Returns a metric that is one number of Python, NumPy or TensorFlow, or None."""
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, (str, bytes)) and np.ndim(value) == 0:
+            return float(value)
+    return None
 
 
 def _limit_waits(settings: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from tfmulti.distribution import replica_context
-from tfmulti.distribution.agreement import gather_bytes
+from tfmulti.distribution.connections import exchange
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ResumeError
 from tfmulti.keras_patches.model_structure import SEED
@@ -123,17 +123,20 @@ def metric_states(model: keras.Model) -> Tree:
     Every worker calls it: it is a collective.
     """
     variables = replica_context.metric_variables(model)
-    strategy = model.distribute_strategy
     own_values = [
         np.stack([np.asarray(part) for part in components(variable.value)])
         for variable in variables
     ]
-    gathered = gather_bytes(strategy, b"".join(values.tobytes() for values in own_values))
+    data = b"".join(values.tobytes() for values in own_values)
+    placement = placement_of(model.distribute_strategy)
+    # The caller has told the launcher that this worker may wait for others.
+    all_data = exchange(placement, "states of metrics", data) if placement.workers > 1 else [data]
     states, start = {}, 0
     for name, values in zip(_names(variables), own_values, strict=True):
         end = start + values.nbytes
-        parts = [np.frombuffer(data[start:end], values.dtype) for data in gathered if data]
-        states[name] = np.concatenate(parts).reshape(-1, *values.shape[1:])
+        parts = [np.frombuffer(data[start:end], values.dtype) for data in all_data]
+        count = len(parts) * len(values)
+        states[name] = np.concatenate(parts).reshape(count, *values.shape[1:])
         start = end
     return states
 
