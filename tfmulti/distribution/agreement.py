@@ -3,9 +3,9 @@
 Workers use this where they must decide alike outside of a step: for votes at the end of an epoch,
 for digests of the data, and for bytes that the chief alone reads, such as a checkpoint.
 
-The bytes go over the workers' channel (`connections.exchange`), also on GPUs. So a worker may end
-right after an exchange: TCP still delivers what it has sent. TensorFlow's own collective, which is
-used where there is no channel, can fail on a worker that has not got the last message yet.
+The workers send the bytes over their channel (`connections.exchange`), also on GPUs. A worker may
+end right after an exchange, because TCP still delivers its last message. Where there is no channel,
+TensorFlow's own collective is used. It can fail on a worker if another one ends right after it.
 """
 
 from __future__ import annotations

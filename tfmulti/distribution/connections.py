@@ -138,7 +138,7 @@ def exchange(placement: Placement, name: str, data: bytes) -> list[bytes]:
 
     Args:
         placement: this process' place among the workers.
-        name: what is exchanged, the same on all workers.
+        name: the name of the exchange, which every worker must give alike.
         data: the bytes of this worker.
 
     Raises:
@@ -163,7 +163,7 @@ def broadcast(placement: Placement, name: str, data: bytes) -> bytes:
 
     Args:
         placement: this process' place among the workers.
-        name: what is sent, the same on all workers.
+        name: the name of the broadcast, which every worker must give alike.
         data: the bytes to send; only the chief's count.
 
     Raises:
@@ -184,7 +184,7 @@ def broadcast(placement: Placement, name: str, data: bytes) -> bytes:
 
 
 def _named(name: str, data: bytes | memoryview) -> np.ndarray:
-    """Returns a message that begins with its name, so that other workers know what it is."""
+    """Returns a message that begins with the name of its exchange, which the receiver checks."""
     return np.frombuffer(b"".join((name.encode(), b"\0", data)), np.uint8)
 
 

@@ -131,7 +131,7 @@ def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[st
 
 
 class Server:
-    """Stands in for a tracker's package, and keeps what it is given."""
+    """Replaces a tracker's package, and records the calls that `Tracker` makes."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -314,7 +314,7 @@ def numbers_gathered_without_a_channel() -> Any:
 
 
 def exchanges_after_errors() -> Any:
-    """Returns what each worker raises, and the ranks that it gathers after that.
+    """Returns this worker's two errors, and the ranks that it gathers after each of them.
 
     First one worker gathers numbers and the other one bytes. Then one worker is interrupted after
     it has sent its part, so the other one gets that part, and fails at the next exchange.
@@ -356,7 +356,7 @@ def what_travels_over_the_channel_after_a_step() -> Any:
         # As in a checkpoint: this worker may still wait for others.
         assert heartbeat().record().phase != BUSY
     counts.append(made.sent_bytes)
-    # On GPUs the steps do not use the channel, but what is exchanged outside of a step does.
+    # On GPUs the steps do not use the channel. Exchanges outside of a step use it.
     on_gpus = dataclasses.replace(here.placement, gpus=("/device:GPU:0",))
     assert (connections.channel_of(on_gpus), made_channel(on_gpus)) == (None, None)
     ranks = connections.exchange(on_gpus, "ranks", str(here.placement.rank).encode())

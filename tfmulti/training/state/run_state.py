@@ -134,7 +134,7 @@ def metric_states(model: keras.Model) -> Tree:
     states, start = {}, 0
     for name, values in zip(_names(variables), own_values, strict=True):
         end = start + values.nbytes
-        parts = [np.frombuffer(data[start:end], values.dtype) for data in all_data]
+        parts = [np.frombuffer(each[start:end], values.dtype) for each in all_data]
         count = len(parts) * len(values)
         states[name] = np.concatenate(parts).reshape(count, *values.shape[1:])
         start = end
