@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByRu
 def pytest_collection_finish() -> None:
     # The collector then does not look through TensorFlow and two thousand tests each time.
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def folder_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that leaves another working folder to the tests after it."""
+    before = Path.cwd()
+    yield
+    monkeypatch.undo()
+    after = os.getcwd()
+    os.chdir(before)
+    assert after == str(before), f"this test changed the working folder to {after}"
 
 
 @pytest.fixture(scope="session")

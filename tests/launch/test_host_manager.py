@@ -348,6 +348,8 @@ def test_an_unsafe_folder_for_locks_is_reported_to_the_launcher(
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"tfmulti-{os.getuid()}").touch()
+    # The agent changes to the folder of the job. The next test begins where this one did.
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"h: .* is not this user's own folder"):
         agent_in(tmp_path)
 
