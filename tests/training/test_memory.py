@@ -278,6 +278,28 @@ def test_a_model_of_unknown_inputs_needs_specs() -> None:
     assert tfmulti.estimate(model, specs=(x, x[:, :2])).gradients == 4 * (8 * 2 + 2)
 
 
+def test_other_targets_than_the_outputs_are_asked_for() -> None:
+    """A function does not tell that it takes class numbers, as a loss of Keras does."""
+    sparse = keras.losses.sparse_categorical_crossentropy
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(5, activation="softmax")])
+    model.compile("sgd", lambda y, p: sparse(y, p))
+    with pytest.raises(tfmulti.ModelError, match=r"If it is another one, give estimate\(specs="):
+        tfmulti.estimate(model)
+    of_batch = tf.TensorSpec([4, 8]), tf.TensorSpec([4], tf.int32)
+    assert tfmulti.estimate(model, specs=of_batch).gradients == 4 * (8 * 5 + 5)
+    with pytest.raises(tfmulti.ModelError) as error:
+        tfmulti.estimate(model, specs=(of_batch[0], of_batch[0]))
+    assert "give estimate" not in str(error.value)
+
+
+def test_options_of_another_type_are_refused() -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(5)])
+    model.compile("sgd", "mse")
+    for options in (32, {"microbatches": 2}):
+        with pytest.raises(tfmulti.ConfigError, match="must be TrainingOptions"):
+            tfmulti.estimate(model, options)  # type: ignore[arg-type]
+
+
 class Halves(keras.layers.Layer):
     """A layer whose loop ends when its values are small."""
 

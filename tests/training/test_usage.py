@@ -245,6 +245,12 @@ def test_numbers_and_bytes_are_exact_where_a_worker_cannot_reach_another(
     assert results == [[numbers, [True] * 7, True]] * 2
 
 
+@behaviour(usage.numbers_gathered_where_a_worker_cannot_listen, at=[TWO_WORKERS])
+def test_numbers_and_bytes_are_exact_where_a_worker_cannot_listen(results: list[Any]) -> None:
+    numbers = [[-(2**62), 0, 0], [-(2**62) - 1, 0, 1]]
+    assert results == [[numbers, [True] * 7]] * 2
+
+
 @behaviour(usage.exchanges_after_errors, at=[TWO_WORKERS])
 def test_no_exchange_gets_the_messages_of_another_one(results: list[Any]) -> None:
     for rank, (message, again, kind, at_last) in enumerate(results):

@@ -246,8 +246,13 @@ def changed(options: TrainingOptions, changes: Mapping[str, Any]) -> TrainingOpt
         changes: the new values by field.
 
     Raises:
-        ConfigError: a name is not a field, or a value breaks its rule.
+        ConfigError: `options` has another type, a name is not a field, or a value breaks its rule.
     """
+    if not isinstance(options, TrainingOptions):
+        raise ConfigError(
+            f"the options are {options!r}, but they must be TrainingOptions, or values by name: "
+            "prepare(model, microbatches=4)."
+        )
     known = [item.name for item in dataclasses.fields(TrainingOptions)]
     for name in changes:
         if name not in known:

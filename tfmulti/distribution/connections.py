@@ -106,8 +106,14 @@ def _connect(placement: Placement) -> Channel | None:
     if len(set(hosts)) == 1 and is_here(hosts[0]):
         # All workers run on this machine.
         hosts = [LOOPBACK] * len(hosts)
-    listener = listen(hosts[placement.rank], hosts)
-    port, token = listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.int32)
+    port, problem = 0, ""
+    try:
+        listener = listen(hosts[placement.rank], hosts)
+        port = listener.getsockname()[1]
+    except OSError as error:
+        # The other workers are in the collective below, so this one must come there, too.
+        problem = f"worker {placement.rank} cannot listen: {error}"
+    token = np.frombuffer(secrets.token_bytes(16), np.int32)
     answers = _gather(placement, "where", [placement.rank, port, *token])
     # TensorFlow orders the workers by their numbers as text: 1, 10, 2.
     answers = answers[np.argsort(answers[:, 0])]
@@ -116,6 +122,8 @@ def _connect(placement: Placement) -> Channel | None:
     # out.
     key = proof(secret_of(os.environ).encode(), b"workers", answers[0, 2:].tobytes())
     try:
+        if problem:
+            raise ChannelError(problem)
         connections = connect_workers(listener, placement.rank, listeners, key)
     except ChannelError as error:
         what = "gradients travel by gRPC, which is slower"

@@ -98,7 +98,7 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
         raise ModelError(f"prepare() takes a keras.Model, not a {type(model).__name__}.")
     if not isinstance(model, DistributedModel):
         model_checks.check_overrides(model)
-    options = changed(options or TrainingOptions(), changes)
+    options = changed(TrainingOptions() if options is None else options, changes)
     relocation.enter(model)
     model_checks.check_scope(model)
     reading = ReadOptions(options.reader_threads, options.skip_bad_records)
@@ -159,10 +159,18 @@ def estimate(
     if options is not None or not isinstance(model, DistributedModel):
         prepare(model, options)
     relocation.enter(model)
-    specs = with_rows(form_of(model) if specs is None else specs, rows)
-    model_checks.build(model, specs, optimizers=True)
+    form = with_rows(form_of(model) if specs is None else specs, rows)
     memory = None if device_memory_gb is None else int(device_memory_gb * GB)
-    return memory_of_step(model, specs, rows, memory)
+    try:
+        model_checks.build(model, form, optimizers=True)
+        return memory_of_step(model, form, rows, memory)
+    except ModelError as error:
+        if specs is not None:
+            raise
+        raise ModelError(
+            f"{error} The form of the targets was not given, and taken from the outputs. If it is "
+            "another one, give estimate(specs=(x, y)), with arrays or tf.TensorSpec of one batch."
+        ) from error
 
 
 Arguments = ParamSpec("Arguments")

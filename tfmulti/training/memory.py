@@ -342,12 +342,19 @@ def with_rows(specs: Any, rows: int) -> Any:
 
 
 def _traced(model: keras.Model, forms: Sequence[Any]) -> list[tf.Graph]:
-    """Returns graphs of the step as plain Keras takes it on one device, with its update."""
+    """Returns graphs of the step as plain Keras takes it on one device, with its update.
+
+    Raises:
+        ModelError: the model cannot compute such a batch.
+    """
     state = relocation.find(model)
     with model_checks.as_made(model), relocation.on_one_device(state, "CPU:0") as copies:
         try:
             step = tf.function(step_of(model, "train_step"), autograph=False)
             return [step.get_concrete_function(form).graph for form in forms]
+        except Exception as error:
+            model_checks.explain(model, forms[0], error)
+            raise
         finally:
             # TensorFlow keeps the copies as long as the function, which is longer than needed.
             for copy in copies.values():

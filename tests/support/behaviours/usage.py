@@ -305,12 +305,26 @@ def numbers_gathered_from_each_worker() -> Any:
 
 def numbers_gathered_without_a_channel() -> Any:
     """Returns the same, and whether a worker has sent none of it over the channel."""
+    gather(here.strategy, [1])
     made = made_channel(here.placement)
     assert made is not None
     before = made.sent_bytes
     with mock.patch.object(connections, "_channel_between", return_value=None):
         found = numbers_gathered_from_each_worker()
     return [*found, made.sent_bytes == before]
+
+
+def numbers_gathered_where_a_worker_cannot_listen() -> Any:
+    """Returns the same as `numbers_gathered_from_each_worker`, after the workers connect again."""
+    connections._end_channels()
+    no_files = mock.patch.object(connections, "listen", side_effect=OSError("no files left"))
+    try:
+        with no_files if here.placement.rank else contextlib.nullcontext():
+            found = numbers_gathered_from_each_worker()
+        assert made_channel(here.placement) is None
+    finally:
+        connections._connected.clear()
+    return found
 
 
 def exchanges_after_errors() -> Any:

@@ -146,7 +146,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
                 f"the optimizer was made outside the strategy's scope. {relocation.SCOPE_ADVICE}"
             ) from None
         if _takes_batches_as_keras(model):
-            _explain(model, specs, error)
+            explain(model, specs, error)
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
@@ -156,7 +156,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     check_rows_are_free(model)
 
 
-def _explain(model: keras.Model, specs: Any, error: Exception) -> None:
+def explain(model: keras.Model, specs: Any, error: Exception) -> None:
     """Raises a ModelError in one line if an error tells that a model and its data do not match.
 
     Args:
