@@ -114,17 +114,22 @@ def test_only_the_chief_runs_callbacks_of_trackers(
     assert (tmp_path / "mine.txt").read_text() == "0\n1\n2\n"
 
 
-def test_a_server_that_does_not_answer_costs_a_line(tmp_path: Path, env: dict[str, str]) -> None:
-    """It accepts connections and is silent, so that MLflow waits for each of its own time-outs."""
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_server_that_does_not_answer_costs_a_line(
+    tmp_path: Path, env: dict[str, str], tracker: str
+) -> None:
+    """It accepts connections and is silent, so that a tracker waits for its own time-outs."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        env |= {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env |= {"MLFLOW_TRACKING_URI": url, "WANDB_BASE_URL": url}
+        env |= {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "5"}
         words = [*TWO_WORKERS, "--max-restarts", "0", "--log-dir", str(tmp_path / "logs")]
         words += ["-m", "tfmulti.fit", "--epochs", "2", "--run_dir", str(tmp_path / "run")]
-        done = run([*words, "--tracker", "mlflow"], tmp_path / "fit", env=env, limit_s=LIMIT_S)
+        done = run([*words, "--tracker", tracker], tmp_path / "fit", env=env, limit_s=LIMIT_S)
     assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stderr.splitlines() if "mlflow does not take" in line]
-    assert "tfmulti: mlflow does not take this run: " in line
-    assert line.endswith("… The training goes on. See docs/trackers.md.")
+    [line] = [line for line in done.stderr.splitlines() if f"{tracker} does not take" in line]
+    assert f"tfmulti: {tracker} does not take this run: " in line
+    assert line.endswith(" The training goes on. See docs/trackers.md.")
     assert len(line) < 280
     assert (tmp_path / "run" / "report.json").exists()
     assert not (tmp_path / "run" / "tensorboard").exists()
