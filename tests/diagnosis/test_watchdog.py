@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 
+import tfmulti
 from tests.support.processes import ONE_THREAD, Processes, processes, tf_config
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ConfigError
 from tfmulti.launch.addresses import reserved
-from tfmulti.launch.heartbeat import Heartbeat
+from tfmulti.launch.heartbeat import TRAINING, Heartbeat
 from tfmulti.training import watchdog
 from tfmulti.training.watchdog import Watchdog, describe, read
 
@@ -329,3 +331,45 @@ def test_what_was_before_the_watch_is_not_late(monkeypatch: pytest.MonkeyPatch) 
             assert found._late_s() == pytest.approx(70, abs=5)
             seen = describe(Placement(0, 1, 1), found._record())
             assert seen["seconds"] == pytest.approx(70, abs=5)
+
+
+def test_a_step_is_late_after_five_times_its_usual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usual(Heartbeat):
+        def usual_s(self) -> float:
+            return 4.0
+
+    told = Usual(None, lambda: 0.0)
+    monkeypatch.setattr(watchdog, "heartbeat", lambda: told)
+    monkeypatch.setattr(watchdog, "_LOOK_S", LIMIT_S)
+    with watch(None, 1) as found:
+        began_s = time.monotonic()
+        record = dataclasses.replace(told.record(), phase=TRAINING, since_s=began_s)
+        monkeypatch.setattr(found, "_record", lambda: record)
+        with monkeypatch.context() as clock:
+            for passed_s, is_late in ((11, False), (19, False), (21, True)):
+                clock.setattr(time, "monotonic", lambda s=passed_s: began_s + s)
+                assert (found._late_s() is not None) is is_late
+
+
+@pytest.mark.parametrize("given", [None, "elsewhere"])
+def test_a_watchdog_takes_the_folder_above_the_checkpoints(tmp_path: Path, given: Any) -> None:
+    callback = Watchdog(given)
+    callbacks = [callback, tfmulti.Checkpoint(tmp_path / "run" / "checkpoints")]
+    with watchdog.watching(callbacks, Placement(0, 1, 1)):
+        assert callback.folder == (Path(given) if given else tmp_path / "run")
+
+
+def test_all_workers_write_into_the_folder_that_the_chief_has_named(
+    group: Processes, tmp_path: Path
+) -> None:
+    argv = ["-m", "tfmulti.fit", "--epochs", "1000", "--steps_per_epoch", "1000"]
+    with reserved(2) as addresses:
+        pids = [
+            group.start(argv, {"TF_CONFIG": tf_config(addresses, rank)}, tmp_path).pid
+            for rank in (0, 1)
+        ]
+        until(lambda: list(tmp_path.glob("runs/*/history.csv")), group)
+    os.kill(pids[1], signal.SIGUSR1)
+    [path] = until(lambda: list(tmp_path.glob("runs/*/hang_worker_1.json")), group)
+    assert json.loads(path.read_text())["worker"] == 1
+    assert len(list(tmp_path.glob("runs/*"))) == 1

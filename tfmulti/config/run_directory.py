@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -125,7 +126,23 @@ def check_new(flag: str, path: Path) -> None:
     check_writable(flag, path)
 
 
-def default_run_dir(dataset: str, model: str, now: datetime, root: str = "runs") -> RunDir:
+# The folder of the runs without `--run_dir`.
+_DEFAULT_ROOT = "runs"
+# A name that `default_run_dir` makes of a dataset, a model and a time.
+_DEFAULT_NAME = re.compile(r"\w[\w.@+-]*-\d{8}-\d{6}(-\d+)?", re.ASCII)
+
+
+def default_run_dir_named(name: str) -> Path | None:
+    """Returns the folder of that name which another worker has made, or None for any other name.
+
+    >>> default_run_dir_named("digits-cnn-20260131-235959")
+    PosixPath('runs/digits-cnn-20260131-235959')
+    >>> default_run_dir_named("../elsewhere-cnn-20260131-235959")
+    """
+    return Path(_DEFAULT_ROOT, name) if _DEFAULT_NAME.fullmatch(name) else None
+
+
+def default_run_dir(dataset: str, model: str, now: datetime, root: str = _DEFAULT_ROOT) -> RunDir:
     """Returns a new folder for a run without `--run_dir`, with a name that is not in use.
 
     Args:

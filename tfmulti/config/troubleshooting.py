@@ -23,6 +23,8 @@ MESSAGES = {
     "outside-of-step": "is idle, and has been outside of a step",
     "no-progress": "has shown no progress for",
     "no-step": "has ended no step",
+    "late-step": "no step has ended for",
+    "failed-step": "the step has failed",
     "ssh": "does not let SSH in",
     "needs-secret": "--node-rank over … needs a secret",
     "secret": "does not know this job's secret",
@@ -49,6 +51,8 @@ MESSAGES = {
     "worker-lost": "worker … is lost: ",
     "starting-again": "starting all workers again",
     # Warnings.
+    "straggler": "× as long as the median worker",
+    "slow-network": "all workers wait for messages for",
     "input-bound": "input-bound: ",
     "tested-versions": "tfmulti is tested with",
     "proxy": "the environment names a proxy",

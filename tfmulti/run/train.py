@@ -25,6 +25,7 @@ from tfmulti.config.notebook_output import in_notebook
 from tfmulti.config.run_directory import (
     RunDir,
     default_run_dir,
+    default_run_dir_named,
     guarded,
     remove_partial,
     write_text,
@@ -32,7 +33,7 @@ from tfmulti.config.run_directory import (
 from tfmulti.config.trackers import TENSORBOARD, names_in
 from tfmulti.data.data_set import size_of
 from tfmulti.data.source import Source
-from tfmulti.distribution.agreement import gather
+from tfmulti.distribution.agreement import broadcast, gather
 from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
 from tfmulti.run import artifacts, report_page, validation
@@ -120,7 +121,7 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
         # do not depend on time. The progress bar comes after it and shows its figures.
         try:
             saving = checkpoint(setup, run_dir, kind)
-            watchdog = Watchdog(run_dir.path if run_dir else setup.config.run_dir)
+            watchdog = Watchdog(folder_of_all(setup, run_dir))
             stragglers = Stragglers(scalars_dir, say_for(setup))
             writers = [*files, *trackers, saving]
             history = train_model(
@@ -182,6 +183,18 @@ def make_run_dir(setup: Setup, at_end: contextlib.ExitStack) -> RunDir | None:
             write_text(path, "".join(f"{word}\n" for word in words))
     write_text(run_dir.config, config.to_json())
     return run_dir
+
+
+def folder_of_all(setup: Setup, run_dir: RunDir | None) -> Path | None:
+    """Returns the run directory on every worker, also if only the chief has chosen its name.
+
+    All workers call it. The name comes from the network, so only one that `default_run_dir` may
+    have made is used.
+    """
+    if setup.config.run_dir is not None:
+        return Path(setup.config.run_dir)
+    name = broadcast(setup.strategy, run_dir.path.name.encode() if run_dir else None)
+    return default_run_dir_named((name or b"").decode(errors="replace"))
 
 
 def remove_start(run_dir: RunDir) -> None:

@@ -37,6 +37,7 @@ import keras
 from tfmulti.config import json_values
 from tfmulti.config.limited_reading import read_small
 from tfmulti.config.run_directory import write_text
+from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.collectives import purpose_of
 from tfmulti.distribution.connections import last_exchanges
 from tfmulti.distribution.strategies import Placement
@@ -45,7 +46,7 @@ from tfmulti.launch.heartbeat import BUSY, FIRST, TRAINING, HeartbeatRecord, hea
 from tfmulti.launch.joining import hang_file
 from tfmulti.launch.policy import has_lost_a_worker
 from tfmulti.launch.stacks import file_of_stacks
-from tfmulti.training.checkpoint.callback import callbacks_in
+from tfmulti.training.checkpoint.callback import Checkpoint, callbacks_in
 from tfmulti.training.checkpoint.owner import NotOwnerError, fence_of
 
 _LOOK_S, _LOOKS_AT_OTHERS = 0.5, 4
@@ -68,8 +69,8 @@ _READING = {
 }
 _MOST_CHARACTERS = 2000
 _SILENT = (
-    "its process has ended or stopped, its machine is lost, or it has not come to fit, evaluate or "
-    "predict"
+    "its process has ended or stopped, its machine is lost, it has not come to fit, evaluate or "
+    "predict, or its report is on a disk of its own"
 )
 # TensorFlow's name of a worker.
 _TASK = re.compile(r"/job:\w+(?:/replica:0)?/task:\d+")
@@ -89,7 +90,8 @@ class Watchdog(keras.callbacks.Callback):
     because another worker is lost. The callback never ends the training.
 
     Args:
-        folder: the folder of the files, which all workers should share. With None only the line is
+        folder: the folder of the files, which all workers should share. None takes the folder above
+            that of the `Checkpoint` among the callbacks. Without a `Checkpoint` only the line is
             printed.
         times: how many times the usual time a step may take.
         least_s: the number of seconds that each step may take.
@@ -123,9 +125,13 @@ class Watchdog(keras.callbacks.Callback):
 @contextlib.contextmanager
 def watching(callbacks: Any, placement: Placement) -> Iterator[None]:
     """Runs the thread of each `Watchdog` among the callbacks while the context lasts."""
+    given = callbacks_in(callbacks)
+    folders = [callback.folder.parent for callback in given if isinstance(callback, Checkpoint)]
     with contextlib.ExitStack() as stack:
-        for callback in callbacks_in(callbacks):
+        for callback in given:
             if isinstance(callback, Watchdog) and not callback.is_watching:
+                if callback.folder is None and folders:
+                    callback.folder = folders[0]
                 stack.enter_context(_Watch(callback, placement))
         yield
 
@@ -331,7 +337,8 @@ def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
 def _print_line(rank: int, message: str, path: Path | None) -> None:
     """Prints the line of a worker."""
     place = f". See {path}" if path else ""
-    print(f"tfmulti: worker {rank}: {message}{place}", file=sys.stderr, flush=True)
+    line = documented(f"tfmulti: worker {rank}: {message}{place}")
+    print(line, file=sys.stderr, flush=True)
 
 
 def _longest_wait(status: Mapping[str, Any]) -> dict[str, Any] | None:
