@@ -327,6 +327,36 @@ def test_workers_that_only_use_a_core_are_judged_if_they_would_report(
     assert not watch._still_at_start([dataclasses.replace(statuses[0], still_since_s=still_s + 2)])
 
 
+@pytest.mark.parametrize(
+    ("heartbeats", "named"),
+    [
+        ((None, None), [0, 1]),
+        ((STARTED, None), [1]),
+        # A vote on the data has given both a heartbeat before they hang.
+        ((STARTED, STARTED), [0, 1]),
+        ((STARTED, dataclasses.replace(STARTED, step=1)), []),
+        ((None, dataclasses.replace(STARTED, step=1)), [0]),
+        # It waits for a tracker's server.
+        ((STARTED, dataclasses.replace(STARTED, since_s=math.inf)), []),
+    ],
+)
+def test_workers_that_are_idle_before_the_first_step_have_the_start_timeout(
+    heartbeats: tuple[HeartbeatRecord | None, ...], named: list[int]
+) -> None:
+    config = LaunchConfig(program=("own",), module=True, start_timeout_s=30.0)
+    worker_group = Mock(locations={0: (), 1: ()}, addresses=("a:1", "b:2"))
+    worker_group.stacks.return_value = {}
+    watch = Watch(config, worker_group, Mock(), lambda: None, lambda line: None)
+    idle_s = time.monotonic() - 31
+    statuses = [
+        WorkerStatus(rank, 1, heartbeat=heartbeat, idle_since_s=idle_s)
+        for rank, heartbeat in enumerate(heartbeats)
+    ]
+    assert [failure.rank for failure in watch._idle_at_start(statuses)] == named
+    working = dataclasses.replace(statuses[0], idle_since_s=idle_s + 2)
+    assert not watch._idle_at_start([working, statuses[1]])
+
+
 def test_the_docs_explain_where_a_worker_waits() -> None:
     config = LaunchConfig(program=(__file__,), stall_timeout_s=5)
     worker_group = Mock(locations={0: (), 1: ()})
@@ -469,6 +499,12 @@ def test_each_worker_gets_its_place_and_its_devices() -> None:
     }
     assert {name: child[name] for name in wanted} == wanted
     assert env == {"PATH": "p", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+
+
+def test_a_program_that_does_not_use_tfmulti_goes_past_the_proxy_too() -> None:
+    child = worker_env(MODULE, {"http_proxy": "http://p:1"}, start_request(), (), cores=1)
+    assert child["no_grpc_proxy"] == "a,b"
+    assert "no_grpc_proxy" not in worker_env(MODULE, {}, start_request(), (), cores=1)
 
 
 def test_cores_are_shared_unless_the_user_says_otherwise() -> None:

@@ -409,8 +409,9 @@ def test_a_machine_that_the_first_does_not_want(
     config = parse(
         ["--hosts", hosts, "--node-rank", "0", "--master-port", str(port), "-m", "y"], ""
     )
+    names = ["127.0.0.1", "b"]
     listener = JoinListener(
-        dataclasses.replace(config, secret=SECRET), "127.0.0.1", ["127.0.0.1", "b"]
+        dataclasses.replace(config, secret=SECRET), names[0], names, names.__contains__
     )
     request.addfinalizer(lambda: listener.close(0))
     flags = ["--hosts", hosts, "--node-rank", "1", "--master-port", str(port)]

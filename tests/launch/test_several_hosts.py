@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.support import networks
@@ -163,6 +165,41 @@ def test_started_by_hand_on_each_host(
     assert "worker 1 was asked to stop by SIGTERM" in done[0].stderr
     assert f"[launch] this machine is {two.address(2)} of the job" in done[1].stderr
     assert_the_same_within_rounding(tmp_path, whole)
+
+
+@needs_hosts
+def test_nothing_outlives_agent_and_guard_killed_at_once_on_a_host(
+    tmp_path: Path, two: Hosts
+) -> None:
+    """The launcher on the first host lives on, so SSH does not end the second host's worker."""
+    inner = ["sleep", str(secrets.randbelow(10**9) + 10**9)]
+    flags = ["--hosts", f"{two.address(2)}:1", "--ssh", two.ssh(), "--max-restarts", "0"]
+    flags += ["--log-dir", str(tmp_path / "logs"), "--no-python"]
+    with processes(tmp_path / "launcher") as group:
+        group.start(["-m", "tfmulti.launch", *flags, *inner], before=two.inside(1))
+        wait_for(lambda: with_command(inner))
+        # The shim execs the program, so the agent is its parent.
+        [worker] = with_command(inner)
+        agent = worker.parent()
+        assert agent is not None
+        assert "tfmulti" in " ".join(agent.cmdline())
+        guards = [child for child in agent.children() if child.pid != worker.pid]
+        assert guards
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in (*guards, agent):
+                process.send_signal(number)
+        try:
+            wait_for(lambda: not with_command(inner), 15)
+        finally:
+            for process in with_command(inner):
+                process.kill()
+        [done] = group.wait(LIMIT_S)
+    assert done.returncode != 0
+
+
+def with_command(words: list[str]) -> list[psutil.Process]:
+    """Returns the living processes with a command line."""
+    return [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == words]
 
 
 @needs_hosts

@@ -302,6 +302,8 @@ def test_values_that_are_checked_early_must_have_their_form(
         ("on_train_end", "x", "it was not there"),
         ("__class__", "x", "it was not there"),
         ("new", 1, "it was not there"),
+        ("target", np.array(["/etc/passwd"]), "it is a path"),
+        ("target", np.array([b"../elsewhere"]), "it is a path"),
         ("batches", "many", "it is a str, and was a float"),
         ("limit", [1.0], "it is a list, and was a float"),
     ],

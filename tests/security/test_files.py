@@ -489,6 +489,43 @@ def test_a_storage_that_is_gone_ends_the_reading_at_once(skip: int) -> None:
     assert source.tried == 2
 
 
+@pytest.mark.parametrize(("error", "tried"), [(GONE, 2), (TypeError("no"), 1)])
+def test_a_worker_among_others_stops_at_the_first_fault_too(error: Exception, tried: int) -> None:
+    """It reports the fault to the others, which takes a step, so the reading is not ended."""
+    source = Failing(10_000, error)
+    loader = Loader(source, BatchPlan(10_000, 100), Placement(0, 2, 1), ReadOptions(0, 0))
+    batches = loader.batches()
+    for _ in range(2):
+        batch = next(batches)
+        [fault] = batch.lost
+        assert "The storage failed" in fault or "which no record causes" in fault
+        assert not batch.data[0][0].any()
+    assert source.tried == tried
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name tells whether the storage has failed, or a sector of the disk."""
+    (tmp_path / "x").write_bytes(b"data")
+    file = open_files.open_file(str(tmp_path / "x"))
+
+    def pread(*_: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        file.read_at(0, 4)
+    assert error.value.filename == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize("kind", [tf.errors.UnavailableError, tf.errors.DeadlineExceededError])
+def test_a_remote_storage_that_does_not_answer_is_of_the_storage(kind: Any) -> None:
+    with pytest.raises(OSError, match="no answer") as error, files.as_os_error():
+        raise kind(None, None, "no answer")
+    assert is_of_storage(error.value)
+
+
 def test_a_folder_that_is_gone_is_of_the_storage_and_a_file_is_not(tmp_path: Path) -> None:
     for path, gone in ((tmp_path / "no" / "x", True), (tmp_path / "x", False)):
         with pytest.raises(OSError, match="No such file") as error:

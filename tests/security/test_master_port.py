@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.callers import (
+    HOST,
     NONCE,
     SECRET,
     START_REQUEST,
@@ -36,7 +37,8 @@ from tfmulti.errors import ConfigError
 from tfmulti.launch import agent, connect, guard
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.connect import remote_command
-from tfmulti.launch.host_manager import check_secret
+from tfmulti.launch.flags import parse
+from tfmulti.launch.host_manager import HostManager, check_secret
 from tfmulti.launch.hosts import Host, parse_hosts
 from tfmulti.launch.machine import Unreachable
 from tfmulti.launch.remote_machine import RemoteMachine
@@ -137,6 +139,31 @@ def test_a_guard_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monke
     assert guard_of_test._replacement is not None
     assert guard_of_test._replacement.poll() is None
     guard_of_test.close()
+
+
+def test_callers_with_names_of_no_machine_do_not_wait(port: MasterPort) -> None:
+    """Without a secret, as with --insecure, anyone may call under any name."""
+    callers = [TcpMessageConnection(knock(port.port)) for _ in range(20)]
+    for number, caller in enumerate(callers):
+        handshake.authenticate(caller, port.key, f"x{number}")
+        caller.send({"program": "\0".join(port.program)})
+    for caller in callers:
+        assert caller.receive() is None
+        caller.close()
+    assert not port.listener._waiting
+    assert port.comes_in()
+
+
+def test_a_job_of_one_machine_opens_no_master_port() -> None:
+    """It would take a port in use for an error."""
+    with socket.create_server((HOST, 0)) as used:
+        port = str(used.getsockname()[1])
+        words = ["--hosts", f"{HOST}:1", "--node-rank", "0", "--master-port", port, "-m", "x"]
+        HostManager(parse(words, ""), {}, "r", lambda *_: None, lambda _: None).close(0)
+        words[1] = f"{HOST}:1,b:1"
+        config = replace(parse(words, ""), secret=SECRET)
+        with pytest.raises(ConfigError, match="in use"):
+            HostManager(config, {}, "r", lambda *_: None, lambda _: None)
 
 
 def test_a_host_file_that_may_grow_needs_a_secret(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,6 +29,7 @@ from tfmulti import Watchdog
 from tfmulti.config import run_directory
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ResumeError
+from tfmulti.run import train
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import FILE, NotOwnerError, Owner, Ownership, ownership_of
@@ -523,7 +526,8 @@ def test_two_starts_in_one_directory(tmp_path: Path) -> None:
         running.send_signal(signal.SIGTERM)
         first, refused = group.wait(LIMIT_S)
     assert first.returncode == 143, first.stderr
-    assert "is in use by another run: process " in refused.stderr
+    [line] = [line for line in refused.lines() if "tfmulti: " in line]
+    assert "is in use by another run: process " in line
     assert "starting all workers again" not in refused.stderr
 
 
@@ -541,3 +545,29 @@ def test_the_record_of_a_run_that_was_killed_blocks_nobody(tmp_path: Path) -> No
         _, done = group.wait(LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_start_that_trained_nothing_removes_its_own_files_only(
+    tmp_path: Path, loses: bool
+) -> None:
+    """The files of a run that has taken the folder since stay."""
+    path = tmp_path / "run"
+    config = SimpleNamespace(run_dir=path, to_json=lambda: "{}")
+    data = SimpleNamespace(features=None, vocabulary=["word"])
+    setup: Any = SimpleNamespace(placement=Placement(0, 1, 1), config=config, data=data)
+    with ExitStack() as at_end:
+        run_dir = train.make_run_dir(setup, at_end)
+        assert run_dir is not None
+        record = run_dir.checkpoints / FILE
+        if loses:
+            theirs = {**vars(Ownership(run_dir.checkpoints, {})._mine), "token": "another run's"}
+            record.write_text(json.dumps(theirs))
+        train.remove_start(run_dir)
+        if not loses:
+            assert not path.exists()
+    assert path.exists() is loses
+    if loses:
+        assert json.loads(record.read_text()) == theirs
+        assert run_dir.config.exists()
+        assert run_dir.vocabulary.exists()

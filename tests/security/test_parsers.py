@@ -55,7 +55,8 @@ from tfmulti.data.formats.parquet_tables import read_parquet
 from tfmulti.data.formats.record_index import index_of
 from tfmulti.data.sources import npy, npz, tfds, tfrecord
 from tfmulti.data.sources.text import TextFiles
-from tfmulti.distribution.transport.channel import ChannelError
+from tfmulti.distribution import connections
+from tfmulti.distribution.transport.channel import Channel, ChannelError
 from tfmulti.distribution.transport.rendezvous import connect_workers
 from tfmulti.errors import ClusterError, ConfigError, DataError, ResumeError
 from tfmulti.launch import agent, heartbeat
@@ -946,3 +947,40 @@ def test_models_from_a_checkpoint(saved: tuple[Any, dict[str, Any]], data: st.Da
     with only(ResumeError), of_known_form():
         run_state.restore(model, changed["model"], changed["trained"])
     run_state.restore(model, tree["model"], tree["trained"])
+
+
+@settings(fuzzed, max_examples=60)
+@given(
+    st.integers(0, 3),
+    st.one_of(st.integers(0, 70), st.integers(0, 2**64 - 1)),
+    st.binary(max_size=64),
+)
+def test_messages_on_the_workers_channel(key: int, length: int, data: bytes) -> None:
+    """A header may tell any length, but memory is used only for the bytes that come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        own, _ = server.accept()
+    own.setblocking(False)
+    channel = Channel({1: own}, lambda: None)
+    try:
+        channel.send(1, [np.zeros(1, np.uint8)])
+        other.sendall(struct.pack("<QQ", key, length) + data)
+        other.shutdown(socket.SHUT_WR)
+        [message] = channel.receive(1)
+        assert (key, message.tobytes()) == (1, data[:length])
+    except ChannelError:
+        assert key != 1 or length > len(data)
+    finally:
+        channel.close()
+        other.close()
+
+
+@fuzzed
+@given(st.binary(max_size=40))
+def test_names_of_exchanges(data: bytes) -> None:
+    message = np.frombuffer(data, np.uint8)
+    try:
+        assert connections._unnamed(message, "name", 1).tobytes() == data.removeprefix(b"name\0")
+        assert data.startswith(b"name\0")
+    except tf.errors.UnavailableError:
+        assert not data.startswith(b"name\0")

@@ -137,6 +137,8 @@ class Loader:
         self._thread_pool: ThreadPoolExecutor | None = None
         self._substitute: Any = None
         self._is_stopped = False
+        # What the run ends with if the storage or the source has failed. Nothing is read then.
+        self._fault = ""
         # The lock makes sure that no piece is begun after `stop`.
         self._lock = threading.RLock()
 
@@ -218,6 +220,9 @@ class Loader:
 
     def _read(self, replica: _ReplicaRows, epoch: int, piece: slice) -> None:
         """Reads a piece into its arrays, and notes the rows that cannot be read."""
+        if self._fault:
+            self._note(replica, piece, self._fault)
+            return
 
         def read(rows: slice) -> None:
             self._source.read_into(replica.examples[rows], epoch, replica.views(rows))
@@ -227,22 +232,35 @@ class Loader:
         except RECORD_FAULTS:
             # The error may concern any row of the piece, so the rows are read one by one.
             for row in range(piece.start, piece.stop):
+                if self._fault:
+                    self._note(replica, slice(row, piece.stop), self._fault)
+                    break
                 try:
                     read(slice(row, row + 1))
                 except Exception as error:
-                    self._on_error(replica, row, error)
+                    self._on_error(replica, slice(row, row + 1), error)
         except Exception as error:
-            self._on_error(replica, piece.start, error)
+            self._on_error(replica, piece, error)
 
-    def _on_error(self, replica: _ReplicaRows, row: int, error: Exception) -> None:
+    def _note(self, replica: _ReplicaRows, rows: slice, message: str) -> None:
+        """Makes some rows zeros, and notes why the first of them cannot be read."""
+        map_nest(_clear, replica.views(rows))
+        replica.bad[rows.start] = message
+
+    def _on_error(self, replica: _ReplicaRows, rows: slice, error: Exception) -> None:
         """Notes that a row cannot be read, or raises the error if that ends the run.
 
         A bad record is noted if it may be left out. An error of the storage or of the source's code
         concerns more than one record, so it always ends the run. With several workers and no
         `skip_bad_records`, either kind of error is noted as a bad row, and the step tells the other
         workers. Otherwise it is raised here, and other workers notice that this one ends.
+
+        Args:
+            replica: the rows of the replica.
+            rows: the rows that were read; the message names the first of them.
+            error: what reading them has raised.
         """
-        message = f"{self._source.where(int(replica.examples[row]))}: {reason_of(error)}"
+        message = f"{self._source.where(int(replica.examples[rows.start]))}: {reason_of(error)}"
         is_bad_record = isinstance(error, RECORD_FAULTS) and not is_of_storage(error)
         if is_bad_record:
             can_go_on, next_step = self.skips_bad, self._reading.next_step
@@ -254,8 +272,11 @@ class Loader:
             next_step = f"{source}.read() raised {type(error).__name__}, which no record causes."
         others_must_know = not (self.skips_bad or self._has_all_replicas)
         if can_go_on or others_must_know:
-            map_nest(_clear, replica.views(slice(row, row + 1)))
-            replica.bad[row] = message if can_go_on else f"{message} {next_step}"
+            message = message if can_go_on else f"{message} {next_step}"
+            if not is_bad_record:
+                # Each other read would fail, too, and may take minutes.
+                self._fault = message
+            self._note(replica, rows, message)
         elif isinstance(error, RECORD_FAULTS):
             raise DataError(f"{message} {next_step}") from error
         else:
@@ -271,7 +292,10 @@ class Loader:
             (len(r.examples) - len(r.bad) * self.skips_bad) * r.counts for r in replicas
         )
         first_rows = tuple(r.first for r in replicas)
-        lost = tuple(r.bad[row] for r in replicas if r.counts for row in sorted(r.bad))
+        # After a fault of the storage each piece has the same sentence.
+        lost = tuple(
+            dict.fromkeys(r.bad[row] for r in replicas if r.counts for row in sorted(r.bad))
+        )
         if lost and self._has_all_replicas:
             rows = sum(own_rows)
             ends = itertools.accumulate(own_rows)

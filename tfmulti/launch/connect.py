@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from tfmulti.cluster.handshake import HandshakeError, HandshakeServer, authenticate
@@ -208,13 +208,20 @@ class JoinListener:
         config: the job.
         own_name: the name under which the other machines reach this one.
         names: the names of all machines.
+        is_known: returns whether the job has a machine of this name now.
 
     Raises:
         ConfigError: the port is not free.
     """
 
-    def __init__(self, config: LaunchConfig, own_name: str, names: Sequence[str]) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: LaunchConfig,
+        own_name: str,
+        names: Sequence[str],
+        is_known: Callable[[str], bool],
+    ) -> None:
+        self._config, self._is_known = config, is_known
         self._waiting: dict[str, TcpMessageConnection] = {}
         # Why each machine that `accept_machine` was asked for was refused; empty if it was not.
         self._refused: dict[str, str] = {}
@@ -272,8 +279,13 @@ class JoinListener:
     def _add(self, name: str, first: dict[str, Any], connection: TcpMessageConnection) -> None:
         """Keeps a connection for `accept_machine` if its machine runs the same program.
 
-        A new connection of a machine replaces the one that waits under the same name.
+        A new connection of a machine replaces the one that waits under the same name. Others are
+        closed, so no more connections wait than the job has machines. A machine that is not named
+        yet calls again.
         """
+        if not self._is_known(name):
+            connection.close()
+            return
         program = first.get("program")
         expected = "\0".join(self._config.program).encode()
         if not hmac.compare_digest(str(program).encode(), expected):

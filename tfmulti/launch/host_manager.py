@@ -85,9 +85,11 @@ class HostManager:
         self._own_name = own_host_name(config, self.hosts)
         self._local_machine = LocalMachine(config, env, self._own_name or LOOPBACK, sink)
         self._join_listener = None
-        if config.by_hand:
+        if config.by_hand and may_have_several(config, self.hosts):
             names = [host.name for host in self.hosts]
-            self._join_listener = JoinListener(config, self._own_name or LOOPBACK, names)
+            self._join_listener = JoinListener(
+                config, self._own_name or LOOPBACK, names, self._is_host
+            )
         self.machines: dict[str, Machine] = {}
         self.reasons: dict[str, str] = {}
         self._tried: set[str] = set()
@@ -234,6 +236,10 @@ class HostManager:
             for name, workers in placement:
                 check_devices(workers, self.machines[name].gpus, name)
 
+    def _is_host(self, name: str) -> bool:
+        """Returns whether the job has a host of this name now."""
+        return any(host.name == name for host in self.hosts)
+
     def _may_begin(self) -> bool:
         """Returns whether the first attempt may begin without the machines that are missing."""
         if self._has_begun:
@@ -314,6 +320,11 @@ def named_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     return config.hosts or (Host(LOOPBACK),)
 
 
+def may_have_several(config: LaunchConfig, hosts: tuple[Host, ...]) -> bool:
+    """Returns whether a job has several machines, or may get them later."""
+    return len(hosts) > 1 or config.hosts_may_change
+
+
 def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
     """Checks that machines on which the command is started by hand have a secret.
 
@@ -326,7 +337,7 @@ def check_secret(config: LaunchConfig, hosts: tuple[Host, ...]) -> None:
     """
     if not config.by_hand or config.secret or config.insecure:
         return
-    if len(hosts) > 1 or config.hosts_may_change:
+    if may_have_several(config, hosts):
         machines = f"{len(hosts)} machines" + (" or more" if config.hosts_may_change else "")
         raise ConfigError(
             f"--node-rank over {machines} needs a secret, else whoever reaches port "

@@ -223,8 +223,13 @@ class Watch:
         """
         now, limit_s = time.monotonic(), self._config.start_timeout_s
         running = [status for status in statuses if status.runs]
-        idle = all(now - status.idle_since_s > limit_s for status in running)
-        if not idle or all(status.heartbeat is not None for status in running):
+        told = {status.rank: status.heartbeat for status in running if status.heartbeat}
+        if len(told) == len(running) and any(heartbeat.step for heartbeat in told.values()):
+            return []
+        # A worker that waits for a server outside of the job renews its heartbeat.
+        last_s = [status.idle_since_s for status in running]
+        last_s += [heartbeat.since_s for heartbeat in told.values()]
+        if any(now - since_s <= limit_s for since_s in last_s):
             return []
         self._show_stacks()
         what = (
@@ -234,7 +239,7 @@ class Watch:
         return [
             self._failure(status.rank, status, what, 1, status.idle_since_s)
             for status in running
-            if status.heartbeat is None
+            if status.rank not in told or len(told) == len(running)
         ]
 
     def _still_at_start(self, statuses: list[WorkerStatus]) -> list[Failure]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from tfmulti.cluster.cluster import Cluster, Task
+from tfmulti.cluster.proxies import go_past_proxies
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.guard import Guard, send_signal
 from tfmulti.launch.heartbeat import (
@@ -181,6 +182,8 @@ def worker_env(
     else:
         for name in THREADS:
             child.setdefault(name, str(max(1, cores // request.local_world)))
+    # A program of the user's own may start TensorFlow's server without `make_strategy`.
+    go_past_proxies(cluster.hosts, child)
     return child
 
 

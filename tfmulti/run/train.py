@@ -27,6 +27,7 @@ from tfmulti.config.run_directory import (
     default_run_dir,
     default_run_dir_named,
     guarded,
+    remove,
     remove_partial,
     write_text,
 )
@@ -50,7 +51,7 @@ from tfmulti.run.setup import Setup, compile_model, make_model, set_up
 from tfmulti.run.summary import Trained, describe, make_report, say_for, summarize
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.callback import Checkpoint
-from tfmulti.training.checkpoint.owner import ownership_of
+from tfmulti.training.checkpoint.owner import NotOwnerError, ownership_of
 from tfmulti.training.distributed_model import estimate
 from tfmulti.training.input.prefetcher import specs_of
 from tfmulti.training.memory import MemoryEstimate
@@ -129,7 +130,6 @@ def run(job: validation.Job, kind: type[Checkpoint] = Checkpoint) -> FitReport:
             )
         except (VerificationError, RunDirError):
             if run_dir is not None and is_new:
-                at_end.close()
                 # Nothing was trained, so the folder is left as it was before the run.
                 remove_start(run_dir)
             raise
@@ -198,14 +198,18 @@ def folder_of_all(setup: Setup, run_dir: RunDir | None) -> Path | None:
 
 
 def remove_start(run_dir: RunDir) -> None:
-    """Removes the files that `make_run_dir` has written, and the folder if it is then empty."""
-    for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
-        path.unlink(missing_ok=True)
-    (run_dir.checkpoints / owner.FILE).unlink(missing_ok=True)
-    # A folder that holds the user's files stays.
-    with contextlib.suppress(OSError):
-        run_dir.checkpoints.rmdir()
-        run_dir.path.rmdir()
+    """Removes the files that `make_run_dir` has written, and the folder if it is then empty.
+
+    This process must still own the folder. If it has lost it, the files of the new owner stay.
+    """
+    with contextlib.suppress(NotOwnerError):
+        for path in (run_dir.features, run_dir.vocabulary, run_dir.config):
+            remove(path)
+        remove(run_dir.checkpoints / owner.FILE)
+        # A folder that holds the user's files stays.
+        with contextlib.suppress(OSError):
+            run_dir.checkpoints.rmdir()
+            run_dir.path.rmdir()
 
 
 def file_callbacks(run_dir: RunDir | None, config: FitConfig) -> list[keras.callbacks.Callback]:

@@ -243,6 +243,9 @@ def as_os_error() -> Iterator[None]:
         yield
     except tf.errors.NotFoundError:
         raise FileNotFoundError(errno.ENOENT, "no such file") from None
+    except (tf.errors.UnavailableError, tf.errors.DeadlineExceededError) as error:
+        # The storage does not answer, so other files cannot be read either.
+        raise OSError(errno.ETIMEDOUT, " ".join(error.message.split())) from None
     except tf.errors.OpError as error:
         raise OSError(errno.EIO, " ".join(error.message.split())) from None
 

@@ -36,18 +36,25 @@ class LocalFile(File):
 
     def __init__(self, path: str) -> None:
         file = open_regular(path)
-        self._descriptor = file.fileno()
+        self._path, self._descriptor = path, file.fileno()
         weakref.finalize(self, file.close)
 
     def read_at(self, offset: int, length: int) -> bytes:
-        data = os.pread(self._descriptor, length, offset)
+        data = self._read(offset, length)
         # One call returns at most 2 GiB.
         while 0 < len(data) < length:
-            more = os.pread(self._descriptor, length - len(data), offset + len(data))
+            more = self._read(offset + len(data), length - len(data))
             if not more:
                 break
             data += more
         return data
+
+    def _read(self, offset: int, length: int) -> bytes:
+        """Calls `pread`, whose errors do not name the file."""
+        try:
+            return os.pread(self._descriptor, length, offset)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None
 
 
 class RemoteFile(File):

@@ -137,6 +137,9 @@ def _texts_in(value: Any) -> Iterator[str | bytes]:
     """Yields all texts in a plain value, without the keys of dicts."""
     if isinstance(value, (str, bytes)):
         yield value
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "US":
+            yield from value.ravel().tolist()
     else:
         for item in _items_of(value):
             yield from _texts_in(item)

@@ -45,7 +45,8 @@ _FILE = re.compile(r"position\.(index|data-\d{5}-of-\d{5})")
 _ERRORS = (tf.errors.OpError, ValueError, TypeError)
 
 # TensorFlow saves the random state of each part that draws under this name. The bytes before the
-# name belong to the message `VariantTensorDataProto`, so no text of the data is counted.
+# name belong to the message `VariantTensorDataProto`, so a text of the data is not counted, unless
+# it has these bytes, too.
 _RANDOM_STATE = re.compile(
     rb"\n\x14tensorflow::Iterator\x12[\x80-\xff]{0,4}[\x00-\x7f]"
     rb"Iterator::[ -?A-~]*@@[ -?A-~]*epoch_num_random_samples"
