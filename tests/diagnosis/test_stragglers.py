@@ -146,8 +146,12 @@ def test_a_slow_worker_is_named(tmp_path: Path, dataset: str, model: str, cause:
     assert f"by {cause}" in line
     events = EventAccumulator(str(tmp_path / "run/tensorboard/train"), {"tensors": 0})
     events.Reload()
-    value = events.Tensors("straggler/worker")[-1].tensor_proto
-    assert int(tf.make_ndarray(value)) == 1
+    values = {
+        name: float(tf.make_ndarray(events.Tensors(f"straggler/{name}")[-1].tensor_proto))
+        for name in ("worker", "slowdown", "cause")
+    }
+    assert (values["worker"], values["cause"]) == (1, 1 + ("computing", "data").index(cause))
+    assert values["slowdown"] > 1.5
 
 
 @pytest.mark.multiworker

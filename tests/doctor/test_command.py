@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,10 @@ def test_two_replicas_are_tried_by_training(tmp_path: Path) -> None:
     assert found["strategy"]["measured"].startswith("mirrored: ")
     assert "over 2 devices in" in found["all-reduce"]["measured"]
     assert "differ by" in found["numbers"]["measured"]
-    assert {found[name]["status"] for name in ("all-reduce", "digits", "numbers")} == {"ok"}
+    names = ("all-reduce", "digits", "numbers", "first step")
+    assert {found[name]["status"] for name in names} == {"ok"}
+    first = r"mlp: the first step on 2 devices gave one device's numbers \(\d+ compared\)"
+    assert re.fullmatch(first, found["first step"]["measured"])
     assert "examples/s on one device" in found["throughput"]["measured"]
     assert not list(tmp_path.glob("runs*"))
 
@@ -146,6 +150,56 @@ def test_few_open_files_are_named(monkeypatch: pytest.MonkeyPatch, soft: int, st
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 1 << 20))
     finding = machine_findings()["open files"]
     assert (finding.status, finding.advice) == (status, "Run: ulimit -n 65536")
+
+
+def test_small_shared_memory_and_little_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=64 << 20, free=100 << 30)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(machine, "visible_gpus", lambda env: ("0", "1"))
+    memory = SimpleNamespace(total=8 << 30, available=1 << 30)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
+    found = machine_findings()
+    assert (found["/dev/shm"].status, found["/dev/shm"].measured) == (WARNING, "64 MiB")
+    assert found["memory"].status == WARNING
+    assert found["memory"].measured == "1.0 of 8.0 GiB are free"
+
+
+def test_a_file_system_whose_renames_do_nothing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace(self: Path, target: Path) -> None:
+        target.write_bytes(self.read_bytes())
+
+    monkeypatch.setattr(Path, "replace", replace)
+    [finding] = machine._disk(tmp_path, True)
+    assert finding.status == FAILED
+    assert "a renamed file did not take its new name" in finding.measured
+
+
+@pytest.mark.parametrize(
+    ("proxy", "host"),
+    [
+        ("http://p.example:3128", "p.example"),
+        ("p.example:3128", "p.example"),
+        ("http://me:pass/wo#rd@p.example:1", "p.example"),
+        ("http://me:p@ss@[::1]:1", "::1"),
+        ("http://[::1", "no valid host"),
+    ],
+)
+def test_of_a_proxy_only_the_host_is_shown(proxy: str, host: str) -> None:
+    finding = machine_findings({"http_proxy": proxy})["proxies"]
+    assert finding.measured == f"the environment names a proxy: http_proxy ({host})"
+
+
+def test_the_strategy_is_told_without_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--training=false", "--json", "--run_dir", str(tmp_path / "run"), "--replicas", "2"]
+    assert command.main(["doctor", *argv]) == 0
+    found = {each["check"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["strategy"]["measured"] == (
+        "mirrored: auto chose mirrored: --replicas 2 means several devices"
+    )
 
 
 ONE_MACHINE = Cluster(("127.0.0.1:2222", "127.0.0.2:2223"), Task("worker", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ from tfmulti.bench.limits import Situation
 from tfmulti.bench.parts import TimeParts
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.config.fit_config import FitConfig
+from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor import job, training
 from tfmulti.doctor.cuda import cuda_findings
 from tfmulti.doctor.finding import FAILED, OK, WARNING
 from tfmulti.doctor.result import Result
 from tfmulti.doctor.trust import open_ports_finding
+from tfmulti.errors import VerificationError
+from tfmulti.training.verification.result import Verification
 
 BUILD = {"is_cuda_build": True, "cuda_version": "12.5.1", "cudnn_version": "9"}
 NEEDS = [
@@ -70,8 +74,33 @@ def test_uneven_memory_is_a_warning() -> None:
     assert (finding.status, finding.measured) == (WARNING, "the devices use 100, 200 MiB")
 
 
+def test_a_first_step_with_other_numbers_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup: Any = SimpleNamespace(
+        config=FitConfig(model="cnn"),
+        placement=Placement(0, 1, 2),
+        data=SimpleNamespace(train=None),
+        batch=SimpleNamespace(global_batch_size=8),
+    )
+    result: list[Any] = []
+
+    def verify(model: Any, data: Any, batch_size: int) -> Verification:
+        if not result:
+            raise VerificationError("verify: the gradient of w differs")
+        return Verification(verdict=result[0], reason="why", quantities=7)
+
+    monkeypatch.setattr(training, "verify", verify)
+    finding = training.first_step_finding(setup, None)
+    assert finding.status == FAILED
+    assert finding.measured == "cnn: the first step: verify: the gradient of w differs"
+    result.append("skipped")
+    finding = training.first_step_finding(setup, None)
+    assert (finding.status, finding.measured) == (OK, "cnn: the first step is not compared: why")
+    result[0] = "same"
+    assert "7 compared" in training.first_step_finding(setup, None).measured
+
+
 def test_an_idle_gpu_is_named() -> None:
-    found = training.idle_findings({0: 90.0, 1: 3.0, 2: 0.0}, {"0", "1"})
+    found = training.idle_findings({0: 90.0, 1: 3.0})
     assert [(each.check, each.status) for each in found] == [("GPU 1", WARNING)]
     assert found[0].measured == "it was busy for 3 % of the time"
 
@@ -91,10 +120,14 @@ def test_devices_are_timed_by_the_same_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_gpus_that_tensorflow_does_not_see_are_a_fault() -> None:
-    assert training.seen_gpus_finding(2, 2, BUILD).status == OK
-    finding = training.seen_gpus_finding(2, 1, BUILD)
+    assert training.seen_gpus_finding(["A", "A"], ["A", "A"], BUILD).status == OK
+    assert training.seen_gpus_finding([""], ["A"], BUILD).status == OK
+    assert training.seen_gpus_finding(["A"], ["A MIG 1g.5gb"] * 2, BUILD).status == OK
+    finding = training.seen_gpus_finding(["A", "A"], ["A"], BUILD)
     assert finding.status == FAILED
     assert finding.measured == "it sees 1 of 2 GPUs; it was built for CUDA 12.5.1, cuDNN 9"
+    finding = training.seen_gpus_finding(["A"], ["B"], BUILD)
+    assert (finding.status, finding.measured) == (WARNING, "it sees B; the driver shows A")
 
 
 def test_more_devices_that_are_slower_get_advice() -> None:

@@ -124,7 +124,8 @@ class Page:
 
     def pictures(self, cell: int) -> int:
         """Returns how many pictures a cell shows."""
-        return len(self._cells()[cell].find_elements(By.CSS_SELECTOR, "svg[role='img'], svg g"))
+        shown = ".jp-OutputArea-output svg"
+        return len(self._cells()[cell].find_elements(By.CSS_SELECTOR, shown))
 
     def _cells(self) -> list[webdriver.remote.webelement.WebElement]:
         return self._driver.find_elements(By.CSS_SELECTOR, ".jp-CodeCell")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tfmulti.config import flags
+from tfmulti.launch.flags import parse
 from tfmulti.run import report_page
 from tfmulti.run.report import FitReport
 from tfmulti.run.summary import speed_words
@@ -157,3 +158,21 @@ def test_the_command_of_a_page_is_one_that_the_parser_takes(tmp_path: Any) -> No
     config = flags.parse(words[2:])
     assert config is not None
     assert config.epochs == 7
+
+
+@pytest.mark.parametrize(
+    ("addresses", "flag", "value", "hosts"),
+    [
+        (("127.0.0.1:1", "127.0.0.1:2"), "--nproc-per-node", "2", {"127.0.0.1": 2}),
+        (("a:1", "a:2", "[::1]:9"), "--hosts", "a:2,[::1]:1", {"a": 2, "[::1]": 1}),
+    ],
+)
+def test_the_command_of_a_job_starts_its_workers_where_they_were(
+    addresses: tuple[str, ...], flag: str, value: str, hosts: dict[str, int]
+) -> None:
+    job = dataclasses.replace(REPORT, workers=len(addresses), addresses=addresses, run_dir="r")
+    words = shlex.split(report_page.command(job))
+    assert words[:4] == ["tfmulti", "launch", flag, value]
+    found = parse(words[2:], "")
+    assert {host.name: host.slots for host in found.hosts} == hosts or flag != "--hosts"
+    assert found.program[:3] == ("tfmulti.fit", "--config", "r/config.json")

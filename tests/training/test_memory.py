@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
 import numpy as np
+import pynvml
 import pytest
 import tensorflow as tf
 
 import tfmulti
 from tests.support.forked import run, run_workers
 from tests.support.processes import Finished, Processes, clean_env
-from tfmulti.training.memory import MemoryEstimate, form_of
+from tfmulti.training import memory
+from tfmulti.training.memory import GB, MemoryEstimate, form_of
 
 LIMIT_S = 240
 
@@ -416,3 +419,21 @@ def test_the_dry_run_tells_what_fits(tmp_path: Path) -> None:
         "(docs: troubleshooting#configuration)\n"
     )
     assert not list(inside.iterdir())
+
+
+def test_the_memory_is_that_of_the_smallest_gpu_that_may_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda index: f"GPU-{index}")
+    sizes = (8 * GB, 80 * GB, 40 * GB)
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetMemoryInfo", lambda index: SimpleNamespace(total=sizes[index])
+    )
+    assert memory._memory_of_gpus(0, {}) is None
+    assert memory._memory_of_gpus(3, {}) == 8 * GB
+    assert memory._memory_of_gpus(2, {"CUDA_VISIBLE_DEVICES": "1,GPU-2"}) == 40 * GB
+    assert memory._memory_of_gpus(1, {"CUDA_VISIBLE_DEVICES": "1"}) == 80 * GB

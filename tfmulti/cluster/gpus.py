@@ -31,6 +31,29 @@ def visible_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[
     return tuple(chosen[: len(present)])
 
 
+def is_listed(index: int, uuid: str, env: Mapping[str, str]) -> bool:
+    """Returns whether CUDA_VISIBLE_DEVICES lets a program use a GPU.
+
+    The variable names GPUs by their numbers or by the beginnings of their UUIDs. CUDA and NVML
+    number GPUs of one model alike (CUDA C++ Programming Guide, "CUDA Environment Variables").
+
+    Args:
+        index: the number of the GPU.
+        uuid: its UUID, such as `GPU-8a7c…`.
+        env: the environment of the program.
+
+    >>> is_listed(1, "GPU-8a7c", {"CUDA_VISIBLE_DEVICES": "GPU-8a,3"})
+    True
+    """
+    if "CUDA_VISIBLE_DEVICES" not in env:
+        return True
+    names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    # A MIG device has another UUID than its GPU.
+    return any(
+        name == str(index) or uuid.startswith(name) or name.startswith("MIG-") for name in names
+    )
+
+
 def gpus_of_task(env: Mapping[str, str], local_rank: int, local_size: int) -> tuple[str, ...]:
     """Returns the names of the GPUs of one of several processes of this machine.
 

@@ -162,7 +162,7 @@ def examine(options: Options, env: Mapping[str, str], until_printed: contextlib.
     local = (0, 1) if cluster is None else (cluster.local_rank, cluster.local_size)
     gpus = len(gpus_of_task(env, *local))
     try:
-        select(config.strategy, replicas=config.replicas, cluster=cluster, gpus=gpus)
+        selection = select(config.strategy, replicas=config.replicas, cluster=cluster, gpus=gpus)
     except DeviceError as error:
         raise ConfigError(str(error)) from None
     findings = machine.check_machine(env, cluster, config.run_dir)
@@ -178,6 +178,9 @@ def examine(options: Options, env: Mapping[str, str], until_printed: contextlib.
             return _report_alone(cluster, machine_findings)
     if passed and options.training:
         findings += _check_by_training(options, cluster, env, links)
+    else:
+        # With training, the strategy is made, and this finding stands among those of training.
+        findings.append(Finding("strategy", OK, f"{selection.strategy}: {selection.why}"))
     if cluster is not None and not cluster.is_chief:
         return EXIT_DONE if passed and not has_failed(findings) else EXIT_FAILED
     workers = 1 if cluster is None else cluster.size
@@ -323,7 +326,16 @@ def _check_by_training(
     except ConfigError:
         raise
     except (TfmultiError, ImportError) as error:
-        return [Finding("training", FAILED, " ".join(str(error).split()))]
+        return [
+            Finding(
+                "training",
+                FAILED,
+                " ".join(str(error).split()),
+                "training begins and ends without an error",
+                "Follow the message; python -m tfmulti.fit --epochs 1 with the same flags shows "
+                "all lines of such a run.",
+            )
+        ]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import itertools
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pynvml
 
+from tfmulti.cluster.gpus import is_listed
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding
 
 # The reasons for which a GPU lowers its clock that cost speed, with the words for them.
@@ -53,6 +55,18 @@ def handles() -> Iterator[list[Any]]:
         pynvml.nvmlShutdown()
 
 
+def _is_chosen(index: int, gpu: Any, env: Mapping[str, str]) -> bool:
+    """Returns whether this process may use a GPU."""
+    return is_listed(index, _text(_answer_or(lambda: pynvml.nvmlDeviceGetUUID(gpu), "")), env)
+
+
+def chosen_models(env: Mapping[str, str]) -> list[str]:
+    """Returns the models of the GPUs that this process may use; none if there is no driver."""
+    with handles() as gpus:
+        chosen = [gpu for index, gpu in enumerate(gpus) if _is_chosen(index, gpu, env)]
+        return [_text(pynvml.nvmlDeviceGetName(gpu)) for gpu in chosen]
+
+
 def driver() -> tuple[str, int] | None:
     """Returns the version of the driver and the newest CUDA that it supports; None without one.
 
@@ -64,11 +78,14 @@ def driver() -> tuple[str, int] | None:
         return str(pynvml.nvmlSystemGetDriverVersion()), pynvml.nvmlSystemGetCudaDriverVersion()
 
 
-def check_gpus(has_device_files: bool) -> list[Finding]:
+def check_gpus(has_device_files: bool, env: Mapping[str, str]) -> list[Finding]:
     """Returns the findings about each GPU of this machine.
+
+    Of a GPU that CUDA_VISIBLE_DEVICES leaves out, only the model is told.
 
     Args:
         has_device_files: whether the system has device files of NVIDIA's GPUs.
+        env: the environment variables.
     """
     with handles() as gpus:
         if not gpus:
@@ -83,17 +100,27 @@ def check_gpus(has_device_files: bool) -> list[Finding]:
                     "Install the driver; in a container start it with --gpus all.",
                 )
             ]
-        findings = [finding for index, gpu in enumerate(gpus) for finding in _of_gpu(index, gpu)]
+        findings: list[Finding] = []
+        for index, gpu in enumerate(gpus):
+            description = Finding(f"GPU {index}", OK, _description(gpu))
+            if _is_chosen(index, gpu, env):
+                findings += [description, *_faults(description.check, gpu)]
+            else:
+                words = f"{description.measured}; left out by CUDA_VISIBLE_DEVICES"
+                findings.append(replace(description, measured=words))
         return findings + _topology(gpus)
 
 
-def _of_gpu(index: int, gpu: Any) -> list[Finding]:
-    """Returns the findings about one GPU."""
-    name, label = _text(pynvml.nvmlDeviceGetName(gpu)), f"GPU {index}"
-    memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+def _description(gpu: Any) -> str:
+    """Returns the model of a GPU, its memory, and whether MIG is on."""
+    name, memory = _text(pynvml.nvmlDeviceGetName(gpu)), pynvml.nvmlDeviceGetMemoryInfo(gpu)
     is_mig = _answer_or(lambda: pynvml.nvmlDeviceGetMigMode(gpu)[0], 0)
-    description = f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if is_mig else "")
-    findings = [Finding(label, OK, description)]
+    return f"{name}, {memory.total / 2**30:.1f} GiB" + (", MIG is on" if is_mig else "")
+
+
+def _faults(label: str, gpu: Any) -> list[Finding]:
+    """Returns the findings about what is wrong with one GPU."""
+    findings = []
     errors = _answer_or(
         lambda: pynvml.nvmlDeviceGetTotalEccErrors(
             gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
@@ -126,18 +153,20 @@ def _of_gpu(index: int, gpu: Any) -> list[Finding]:
                 "End them, or choose other GPUs by CUDA_VISIBLE_DEVICES.",
             )
         )
-    slowed = _slowed(gpu)
-    if slowed:
-        findings.append(
-            Finding(
-                label,
-                WARNING,
-                f"its clock is lowered by {' and '.join(slowed)}",
-                "the slowest GPU sets the pace of all",
-                "Look at its cooling and its power limit: nvidia-smi -q -d PERFORMANCE,POWER.",
-            )
-        )
+    if slowed := _slowed(gpu):
+        findings.append(slowed_finding(label, slowed))
     return findings
+
+
+def slowed_finding(label: str, reasons: Sequence[str]) -> Finding:
+    """Returns that a GPU has lowered its clock, and why."""
+    return Finding(
+        label,
+        WARNING,
+        f"its clock is lowered by {' and '.join(reasons)}",
+        "the slowest GPU sets the pace of all",
+        "Look at its cooling and its power limit: nvidia-smi -q -d PERFORMANCE,POWER.",
+    )
 
 
 def _process(process: Any) -> str:
@@ -171,15 +200,21 @@ def _topology(gpus: list[Any]) -> list[Finding]:
 
 
 class Utilization:
-    """Samples how busy each GPU is, as a context.
+    """Samples how busy each GPU is that this process may use, as a context.
+
+    Args:
+        env: the environment variables.
 
     Attributes:
         mean: the mean share of the time in which each GPU has computed, in percent, by its index
             among those of the machine. It is empty without GPUs.
+        slowed: why each GPU has lowered its clock meanwhile, by its index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str]) -> None:
         self.mean: Mapping[int, float] = {}
+        self.slowed: dict[int, list[str]] = {}
+        self._env = env
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -194,8 +229,11 @@ class Utilization:
     def _sample(self) -> None:
         samples: dict[int, list[int]] = {}
         with handles() as gpus:
-            while gpus and not self._stop.wait(_SAMPLE_S):
-                for index, gpu in enumerate(gpus):
+            chosen = [(i, gpu) for i, gpu in enumerate(gpus) if _is_chosen(i, gpu, self._env)]
+            while chosen and not self._stop.wait(_SAMPLE_S):
+                for index, gpu in chosen:
+                    if slowed := _slowed(gpu):
+                        self.slowed[index] = slowed
                     ask = functools.partial(pynvml.nvmlDeviceGetUtilizationRates, gpu)
                     rates = _answer_or(ask, None)
                     if rates is not None:

@@ -64,7 +64,7 @@ def check_machine(
     gpus = visible_gpus(env)
     findings = [
         *_versions(env),
-        *check_gpus(any(Path("/dev").glob("nvidia[0-9]*"))),
+        *check_gpus(any(Path("/dev").glob("nvidia[0-9]*")), env),
         *_resources(len(gpus)),
         *_disk(Path(run_dir or "runs"), run_dir is not None),
         *_proxies(env),
@@ -212,9 +212,7 @@ def _disk(path: Path, was_given: bool) -> list[Finding]:
 
 def _proxies(env: Mapping[str, str]) -> list[Finding]:
     """Returns which proxies the environment names, without their passwords."""
-    proxies = [
-        f"{name} ({urlsplit(env[name]).hostname or 'no host'})" for name in PROXIES if env.get(name)
-    ]
+    proxies = [f"{name} ({_host_of(env[name])})" for name in PROXIES if env.get(name)]
     if not proxies:
         return [Finding("proxies", OK, "none")]
     return [
@@ -227,6 +225,15 @@ def _proxies(env: Mapping[str, str]) -> list[Finding]:
             "no_proxy.",
         )
     ]
+
+
+def _host_of(proxy: str) -> str:
+    """Returns the host of a proxy, without its user and password, which may have any characters."""
+    place = proxy.rpartition("@")[2].rpartition("://")[2]
+    try:
+        return urlsplit(f"//{place}").hostname or "no host"
+    except ValueError:
+        return "no valid host"
 
 
 def _addresses(cluster: Cluster) -> list[Finding]:

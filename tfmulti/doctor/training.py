@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from ipaddress import ip_address
 from typing import Any
@@ -34,10 +35,12 @@ from tfmulti.distribution.agreement import gather_bytes
 from tfmulti.distribution.strategies import Placement
 from tfmulti.doctor.cuda import cuda_findings, installed_wheels, needs_of_tensorflow
 from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding, findings_of
-from tfmulti.doctor.gpus import Utilization, driver
+from tfmulti.doctor.gpus import Utilization, chosen_models, driver, slowed_finding
 from tfmulti.doctor.trust import open_ports_finding, own_open_ports
+from tfmulti.errors import VerificationError
 from tfmulti.run import validation
 from tfmulti.run.setup import Setup, set_up
+from tfmulti.training.verification.verification import verify
 
 DIGITS_EPOCHS, DIGITS_BATCH = 3, 64
 # Float32 sums over other parts of a batch round differently; the losses of a few epochs differ by
@@ -147,7 +150,11 @@ def _open_ports(setup: Setup) -> list[Finding]:
 
 def _seen_gpus(env: Mapping[str, str]) -> list[Finding]:
     """Returns whether TensorFlow sees the GPUs of this process, and whether CUDA fits."""
-    expected, seen = len(visible_gpus(env)), len(tf.config.list_physical_devices("GPU"))
+    devices = tf.config.list_physical_devices("GPU")
+    details = map(tf.config.experimental.get_device_details, devices)
+    seen = [str(each.get("device_name", "")) for each in details]
+    # Without NVIDIA's library only the number of the device files is known.
+    expected = chosen_models(env) or ["" for _ in visible_gpus(env)]
     if not expected and not seen:
         return []
     build, installed_driver = tf.sysconfig.get_build_info(), driver()
@@ -158,25 +165,37 @@ def _seen_gpus(env: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def seen_gpus_finding(expected: int, seen: int, build: Mapping[str, object]) -> Finding:
+def seen_gpus_finding(
+    expected: Sequence[str], seen: Sequence[str], build: Mapping[str, object]
+) -> Finding:
     """Returns whether TensorFlow sees the GPUs that the driver shows.
 
     Args:
-        expected: the number of GPUs that the driver shows to this process.
-        seen: the number of those that TensorFlow sees.
+        expected: the models of the GPUs that the driver shows to this process.
+        seen: the models of those that TensorFlow sees.
         build: what `tf.sysconfig.get_build_info` returns.
     """
     about = f"CUDA {build.get('cuda_version', 'none')}, cuDNN {build.get('cudnn_version', 'none')}"
-    if seen < expected:
+    rule = "TensorFlow sees the GPUs that the driver shows"
+    if len(seen) < len(expected):
         return Finding(
             "TensorFlow",
             FAILED,
-            f"it sees {seen} of {expected} GPUs; it was built for {about}",
-            "TensorFlow sees the GPUs that the driver shows",
+            f"it sees {len(seen)} of {len(expected)} GPUs; it was built for {about}",
+            rule,
             "Install its CUDA libraries: pip install 'tfmulti[gpu]', and look at the driver's "
             "version above.",
         )
-    return Finding("TensorFlow", OK, f"it sees {seen} GPUs; it was built for {about}")
+    # The name of a MIG device begins with that of its GPU.
+    if all(expected) and not all(name.startswith(tuple(expected)) for name in seen):
+        return Finding(
+            "TensorFlow",
+            WARNING,
+            f"it sees {', '.join(seen)}; the driver shows {', '.join(expected)}",
+            rule,
+            "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPUs by UUID in CUDA_VISIBLE_DEVICES.",
+        )
+    return Finding("TensorFlow", OK, f"it sees {len(seen)} GPUs; it was built for {about}")
 
 
 def _sums(
@@ -324,18 +343,41 @@ def _speed(setup: Setup, network: NetworkModel | None) -> list[Finding]:
     warm, _ = trained(setup, model, 3)
     if placement.replicas == 1:
         executions = agreed(setup, model, warm, None, _MEASURED_S)
-        with Utilization() as used:
+        with Utilization(os.environ) as used:
             phase, _ = trained(setup, model, executions)
         speed = phase.examples / phase.seconds
         measured = f"{setup.config.model}: {speed:,.0f} examples/s on one device"
-        return [Finding("throughput", OK, measured), *_busy(setup, used.mean)]
+        return [Finding("throughput", OK, measured), *_busy(setup, used)]
+    findings = [first_step_finding(setup, model)]
     alone_model = without_peers(setup, rows)
     executions = agreed(setup, model, warm, None, _MEASURED_S)
-    with Utilization() as used:
+    with Utilization(os.environ) as used:
         together, _, alone = in_turns(setup, model, alone_model, executions)
     assert alone is not None
-    findings = [_throughput(setup, model, network, together, alone), *_busy(setup, used.mean)]
+    findings += [_throughput(setup, model, network, together, alone), *_busy(setup, used)]
     return findings + _stragglers(setup, alone) + _memory(setup)
+
+
+def first_step_finding(setup: Setup, model: keras.Model) -> Finding:
+    """Returns whether the first step of the model has one device's numbers. All workers call it."""
+    name, replicas = f"{setup.config.model}: the first step", setup.placement.replicas
+    try:
+        result = verify(model, setup.data.train, batch_size=setup.batch.global_batch_size)
+    except VerificationError as error:
+        return Finding(
+            "first step",
+            FAILED,
+            f"{name}: {error}",
+            f"{replicas} devices give one device's numbers",
+            "See the page on verify.",
+        )
+    if result.verdict == "skipped":
+        return Finding("first step", OK, f"{name} is not compared: {result.reason}")
+    return Finding(
+        "first step",
+        OK,
+        f"{name} on {replicas} devices gave one device's numbers ({result.quantities} compared)",
+    )
 
 
 def _throughput(
@@ -383,20 +425,20 @@ def throughput_finding(situation: Situation, one_device: float, all_devices: flo
     return Finding("throughput", WARNING, measured, "more devices are faster", advice)
 
 
-def _busy(setup: Setup, used: Mapping[int, float]) -> list[Finding]:
+def _busy(setup: Setup, used: Utilization) -> list[Finding]:
     """Returns the GPUs of this worker that did nothing, or that are slower than the others."""
-    if used or not setup.placement.gpus:
-        return idle_findings(used, set(map(str, visible_gpus({}))))
+    slowed = [slowed_finding(f"GPU {index}", reasons) for index, reasons in used.slowed.items()]
+    if used.mean or not setup.placement.gpus:
+        return idle_findings(used.mean) + slowed
     # NVIDIA's library does not tell the use of some devices, such as MIG devices.
-    return device_findings(device_times_ms(setup.placement.gpus))
+    return device_findings(device_times_ms(setup.placement.gpus)) + slowed
 
 
-def idle_findings(used: Mapping[int, float], visible: Collection[str]) -> list[Finding]:
+def idle_findings(used: Mapping[int, float]) -> list[Finding]:
     """Returns the GPUs that did nothing while the model trained.
 
     Args:
         used: for how many percent of the time each GPU was busy, by its index.
-        visible: the indices of the GPUs that this process uses.
     """
     return [
         Finding(
@@ -407,7 +449,7 @@ def idle_findings(used: Mapping[int, float], visible: Collection[str]) -> list[F
             "Set --replicas to the number of GPUs, and give a larger --global_batch_size.",
         )
         for index, percent in used.items()
-        if str(index) in visible and percent < _IDLE_PERCENT
+        if percent < _IDLE_PERCENT
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,9 +101,19 @@ def command(report: FitReport) -> str:
     """Returns the command that does the run again, in a new folder."""
     config = shlex.quote(str(Path(report.run_dir or "") / "config.json"))
     words = f"python -m tfmulti.fit --config {config} --run_dir runs/again"
-    if report.workers > 1:
-        return f"tfmulti launch --nproc-per-node {report.workers} -m {words[len('python -m ') :]}"
-    return words
+    if report.workers == 1:
+        return words
+    workers_of = Counter(map(host_of_address, report.addresses))
+    where = f"--nproc-per-node {report.workers}"
+    if len(workers_of) > 1:
+        hosts = ",".join(f"{host}:{count}" for host, count in workers_of.items())
+        where = f"--hosts {shlex.quote(hosts)}"
+    return f"tfmulti launch {where} -m {words[len('python -m ') :]}"
+
+
+def host_of_address(address: str) -> str:
+    """Returns the host of `host:port`; an IPv6 address keeps its brackets, as --hosts takes it."""
+    return address.rpartition(":")[0]
 
 
 def _results(report: FitReport) -> dict[str, str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import keras
 import pynvml
 import tensorflow as tf
 
+from tfmulti.cluster.gpus import is_listed
 from tfmulti.config.console import number
 from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.strategies import placement_of
@@ -400,8 +402,12 @@ def _highest(lines: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
     return tuple(highest)
 
 
-def _memory_of_gpus(count: int) -> int | None:
-    """Returns the memory of the smallest GPU of this machine in bytes; None if no GPU is used."""
+def _memory_of_gpus(count: int, env: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the bytes of the smallest GPU that this process may use; None if it uses none.
+
+    A MIG device has only a part of its GPU, of which NVML does not tell which one it is. Give
+    `device_memory_gb` there.
+    """
     if not count:
         return None
     try:
@@ -410,6 +416,11 @@ def _memory_of_gpus(count: int) -> int | None:
         return None
     try:
         gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return min(int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total) for gpu in gpus)
+        sizes = [
+            int(pynvml.nvmlDeviceGetMemoryInfo(gpu).total)
+            for index, gpu in enumerate(gpus)
+            if is_listed(index, pynvml.nvmlDeviceGetUUID(gpu), env)
+        ]
+        return min(sizes, default=None)
     finally:
         pynvml.nvmlShutdown()

@@ -17,13 +17,15 @@ from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.connections import made_channel
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.run.callbacks.scalars import WritesScalars
-from tfmulti.run.straggler import Straggler, straggler_of
+from tfmulti.run.straggler import COMPUTING, DATA, NETWORK, Straggler, straggler_of
 from tfmulti.training.state.trainer_state import state_of
 
 # Fewer seconds or executions are not enough for a comparison.
 _LEAST_S, _LEAST_EXECUTIONS = 1.0, 10
 # How often the workers compare their times within an epoch.
 EVERY_S = 30.0
+# TensorBoard shows numbers, so a cause is its position here.
+_CAUSES = ("", COMPUTING, DATA, NETWORK)
 
 
 class Stragglers(WritesScalars):
@@ -33,8 +35,8 @@ class Stragglers(WritesScalars):
     need tfmulti's own collectives, so there are none on GPUs, where NCCL connects the workers.
 
     Args:
-        folder: the folder in which the chief writes `straggler/worker` and `straggler/slowdown` for
-            TensorBoard, or None.
+        folder: the folder in which the chief writes `straggler/worker`, `straggler/slowdown` and
+            `straggler/cause` for TensorBoard, or None.
         say: prints a line.
         every_s: how often the workers compare their times within an epoch, in seconds.
         clock: returns seconds.
@@ -115,6 +117,7 @@ class Stragglers(WritesScalars):
             scalars = {
                 "straggler/worker": -1 if worker is None else worker,
                 "straggler/slowdown": self.straggler.slowdown if self.straggler else 1.0,
+                "straggler/cause": _CAUSES.index(self.straggler.cause if self.straggler else ""),
             }
             self.write_scalars(epoch, scalars)
 
