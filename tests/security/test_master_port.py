@@ -147,6 +147,7 @@ def test_callers_with_names_of_no_machine_do_not_wait(port: MasterPort) -> None:
     for number, caller in enumerate(callers):
         handshake.authenticate(caller, port.key, f"x{number}")
         caller.send({"program": "\0".join(port.program)})
+        caller.limit(10)
     for caller in callers:
         assert caller.receive() is None
         caller.close()
