@@ -315,6 +315,7 @@ history = model.fit(x, x[:, :1], epochs=3, verbose=0, callbacks=[Seen()])
     [picture] = notebook.html
     assert picture.count("<svg") == 1
     assert ">loss<" in picture
+    assert '<progress value="3" max="3"></progress> 3 of 3 epochs' in picture
     code = """
 report = tfmulti.train(tfmulti.FitConfig(epochs=1, replicas=2, run_dir="run <b>"))
 report

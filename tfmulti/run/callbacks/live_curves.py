@@ -14,7 +14,9 @@ _MOST_NAMES = 64
 
 
 class LiveCurves(keras.callbacks.Callback):
-    """Draws the metrics over the epochs in the output of the cell, anew after each epoch.
+    """Shows the progress and the curves of the metrics in the output of the cell.
+
+    They are drawn anew after each epoch.
 
     It works in a notebook's kernel and in the workers of `notebook_launcher`, where the chief's
     curves are shown. Elsewhere, as in a script, it does nothing. It draws at most 64 metrics.
@@ -68,4 +70,10 @@ class LiveCurves(keras.callbacks.Callback):
                 name in self._history or len(self._history) < _MOST_NAMES
             ):
                 self._history.setdefault(name, []).append(float(value))
-        self._output.show(curves_svg(self._history))
+        self._output.show(self._progress(epoch + 1) + curves_svg(self._history))
+
+    def _progress(self, done: int) -> str:
+        """Returns a bar of the epochs that have ended, as HTML."""
+        count = (self.params or {}).get("epochs", done)
+        bar = f'<progress value="{done}" max="{count}"></progress>'
+        return f"<div>{bar} {done} of {count} epochs</div>"
