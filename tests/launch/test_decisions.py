@@ -23,7 +23,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support.processes import is_alive
+from tests.support.processes import is_alive, tf_config
 from tfmulti.config.troubleshooting import docs_path_of
 from tfmulti.errors import ClusterError, ConfigError
 from tfmulti.launch import addresses, init_process, policy, shim, stacks
@@ -875,6 +875,9 @@ STEP = {
         (STEP, "srun"),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
         ({"LSB_JOBID": "3", "JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
+        ({"JOB_COMPLETION_INDEX": "1", "TFMULTI_WORKERS": "4"}, "kubernetes"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}, "sagemaker"),
+        ({"TF_CONFIG": tf_config(("a:1", "b:1"), 0)}, "TF_CONFIG"),
     ],
 )
 def test_one_of_several_launchers_starts_nothing(env: dict[str, str], starter: str) -> None:
@@ -883,6 +886,11 @@ def test_one_of_several_launchers_starts_nothing(env: dict[str, str], starter: s
         parse([__file__], "", env)
     for flags in (["--nnodes", "1"], ["--hosts", "n1,n2", "--node-rank", "1", "--insecure"]):
         assert parse([*flags, __file__], "", env).program == (__file__,)
+
+
+def test_a_launcher_takes_no_notice_of_a_cluster_of_one_worker() -> None:
+    env = {"TF_CONFIG": tf_config(("a:1",), 0)}
+    assert parse([__file__], "", env).program == (__file__,)
 
 
 def test_a_launcher_in_a_shell_of_slurm_takes_the_allocation() -> None:

@@ -97,7 +97,7 @@ def expand_counts(text: str) -> list[int]:
     total = 0
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
-        if match is None:
+        if match is None or not int(match[2] or 1):
             raise HostListError(f"the list of tasks {text[:80]!r} does not parse.")
         tasks, nodes = int(match[1]), int(match[2] or 1)
         total += max(tasks, 1) * nodes

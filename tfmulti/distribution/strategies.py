@@ -312,7 +312,8 @@ def _multi_worker(
     except tf.errors.UnknownError as error:
         raise ClusterError(
             f"this worker cannot listen at {cluster.addresses[cluster.rank]}: {error.message}. Is "
-            "the port in use, or the address another machine's? Fix TF_CONFIG['cluster']."
+            "the port in use, or the address another machine's? End the program that uses it, or "
+            "correct the address in what describes the cluster (tfmulti env)."
         ) from None
     except RuntimeError as error:
         raise DeviceError(

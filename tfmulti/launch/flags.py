@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfmulti.cluster.allocation import CHIEF_HOST, allocated_hosts
-from tfmulti.cluster.environments import lsf, mpi, slurm
+from tfmulti.cluster.cluster import Cluster
+from tfmulti.cluster.environments import lsf, mpi, recognised_in, slurm, tf_config
 from tfmulti.cluster.gpus import visible_gpus
 from tfmulti.cluster.job_secret import secret_of
 from tfmulti.config.command_line import Parser
@@ -204,19 +205,25 @@ def _allocated(
     return parse_hosts(",".join(names), "the allocation"), SRUN if by_slurm else ssh
 
 
+# The programs that start processes in these environments. Others have the names of their own.
+_STARTERS = {mpi.NAME: "mpirun", slurm.NAME: "srun", lsf.NAME: "jsrun", tf_config.NAME: "TF_CONFIG"}
+
+
 def _check_alone(env: Mapping[str, str]) -> None:
     """Checks that the scheduler has not started other launchers beside this one.
 
     Raises:
         ClusterError: it has, and each would start all workers of the job.
     """
-    for module, starter in ((mpi, "mpirun"), (slurm, "srun"), (lsf, "jsrun")):
-        if module.is_here(env):
-            raise ClusterError(
-                f"{starter} has started several launchers, and each would start a whole job. Run "
-                f"tfmulti launch without {starter}, once in the allocation; or let {starter} start "
-                "the training itself. --nnodes 1 asks for a job on each machine."
-            )
+    for module in recognised_in(env):
+        if module is tf_config and Cluster.from_tf_config(env["TF_CONFIG"]).size == 1:
+            continue
+        starter = _STARTERS.get(module.NAME, module.NAME)
+        raise ClusterError(
+            f"{starter} has started several launchers, and each would start a whole job. Run "
+            f"tfmulti launch without {starter}, once in the allocation; or let {starter} start "
+            "the training itself. --nnodes 1 asks for a job on each machine."
+        )
 
 
 def _default_log_dir(program: Sequence[str]) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tfmulti.cluster.cluster import Cluster
-from tfmulti.cluster.environments import ENVIRONMENTS, described, find_cluster
+from tfmulti.cluster.environments import ENVIRONMENTS, described, find_cluster, why_alone
 from tfmulti.cluster.environments.mpi import names_of
 from tfmulti.cluster.layout import Layout
 from tfmulti.config import fit_config
@@ -202,6 +202,20 @@ def test_a_batch_script_or_a_shell_trains_alone(changed: dict[str, str]) -> None
     assert described(SLURM | changed) is None
 
 
+def test_srun_inside_of_a_shell_says_how_to_make_its_tasks_one_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The tasks of the inner srun have the variables of the shell's terminal."""
+    env = SLURM | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "1"}
+    assert find_cluster(env) == (None, "")
+    line = capsys.readouterr().err
+    assert line.startswith("tfmulti: slurm: the step has 3 tasks, but it is an interactive shell")
+    assert line.endswith("give --environment slurm.\n")
+    found = described(env, "slurm")
+    assert found is not None
+    assert (found.job.rank, found.job.size) == (2, 3)
+
+
 def test_a_step_that_is_named_after_a_shell_is_a_step() -> None:
     """`srun -n 3 bash -c …` is named bash, but has no terminal."""
     assert layout_of(SLURM | {"SLURM_JOB_NAME": "bash"}).rank == 2
@@ -232,6 +246,15 @@ def test_mpi_on_several_hosts_looks_for_rank_0_in_the_allocation() -> None:
     assert layout_of(several | azure).chief_hosts == ("10.0.0.4",)
 
 
+def test_pmi_without_the_ranks_of_a_host_is_refused_on_several() -> None:
+    """Each host would take itself for the only one."""
+    env = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    assert layout_of(env).local_size == 2
+    with pytest.raises(ClusterError, match="PMI_RANK is set, but MPI_LOCALRANKID is not, so"):
+        described(env | {"SLURM_JOB_NODELIST": "n[1-2]"})
+    assert layout_of(env | {"SLURM_JOB_NODELIST": "n1"}).local_size == 2
+
+
 def test_mpi_on_several_hosts_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -253,6 +276,17 @@ def test_lsf(tmp_path: Path) -> None:
     found = layout_of(lsf(tmp_path))
     assert (found.rank, found.size, found.local_rank, found.local_size) == (2, 4, 0, 2)
     assert found.chief_hosts == ("c1", "c2")
+
+
+def test_a_rank_file_of_lsf_without_a_launch_node(tmp_path: Path) -> None:
+    """Of four processes two run on each host, so the first host computes, too."""
+    file = tmp_path / "without_launch"
+    file.write_text("c1\nc1\nc2\nc2\n")
+    found = layout_of(lsf(tmp_path) | {"LSB_DJOB_RANKFILE": str(file)})
+    assert found.chief_hosts == ("c1", "c2")
+    assert found.hosts == ()
+    one = lsf(tmp_path) | {"LSB_DJOB_RANKFILE": str(file), "JSM_NAMESPACE_LOCAL_SIZE": "4"}
+    assert layout_of(one).host == "c2"
 
 
 @pytest.mark.parametrize("name", ["LSB_JOBID", "LSB_JOBINDEX", "PMIX_NAMESPACE"])
@@ -332,6 +366,9 @@ def test_a_pod_that_trains_alone_says_what_is_missing(capsys: pytest.CaptureFixt
     for env in ({"JOB_COMPLETION_INDEX": "0"}, {"VC_TASK_INDEX": "0"}) * 2:
         assert find_cluster(env) == (None, "")
     assert find_cluster({"VK_TASK_INDEX": "0", "JOB_COMPLETION_INDEX": "0"}, "none") == (None, "")
+    for empty in ({"TFMULTI_WORKERS": ""}, {"TFMULTI_WORKERS": "", "PET_NNODES": ""}):
+        assert why_alone({"JOB_COMPLETION_INDEX": "0"} | empty).startswith("kubernetes: ")
+    assert why_alone({"VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": ""}).startswith("volcano: ")
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("tfmulti: kubernetes: JOB_COMPLETION_INDEX is set, but TFMULTI_WORKERS")
     assert second.startswith("tfmulti: volcano: VC_TASK_INDEX is set, but VC_WORKER_HOSTS is not")
@@ -348,6 +385,10 @@ def test_two_environments_that_contradict_each_other() -> None:
     with pytest.raises(ClusterError, match=words):
         described(SLURM | SAGEMAKER)
     assert layout_of(SLURM | SAGEMAKER | {"SM_CURRENT_HOST": "algo-10"}).environment == "slurm"
+    vertex = {"cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1"], "workerpool3": ["e:1"]}}
+    spec = json.dumps(vertex | {"task": {"type": "workerpool3", "index": 0}})
+    with pytest.raises(ClusterError, match=r"slurm says .* and vertex that it is an evaluator"):
+        described(SLURM | {"CLUSTER_SPEC": spec})
 
 
 def test_one_environment_is_forced_or_all_are_ignored() -> None:

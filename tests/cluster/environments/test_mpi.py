@@ -113,7 +113,7 @@ def test_the_number_that_intel_mpi_gives_holds_on_several_hosts() -> None:
         # As many proxies as processes, and the same rank.
         PROXY | HYDRA | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"},
         # A PMI that does not count the processes of a host.
-        BATCH | {"PMI_RANK": "0", "PMI_SIZE": "4"},
+        BATCH | {"PMI_RANK": "0", "PMI_SIZE": "4", "SLURM_JOB_NODELIST": "n1"},
     ],
 )
 def test_mpiexec_counts_inside_slurm(env: dict[str, str]) -> None:

@@ -95,7 +95,7 @@ def described(env: Env, name: str = AUTO) -> Described | None:
                 f"of several. It would have set {', '.join(module.VARIABLES)}."
             )
         return _read(module, env)
-    recognised = [module for module in ENVIRONMENTS.values() if module.is_here(env)]
+    recognised = recognised_in(env)
     if not recognised:
         return None
     first = _read(recognised[0], env)
@@ -104,6 +104,13 @@ def described(env: Env, name: str = AUTO) -> Described | None:
             if other.NAME not in _ALLOCATIONS.get(first.name, ()):
                 _check_same(first, _read(other, env))
     return first
+
+
+def recognised_in(env: Env) -> list[ModuleType]:
+    """Returns the environments that have started this process as one of several."""
+    in_shell = slurm.is_shell(env)
+    modules = [module for module in ENVIRONMENTS.values() if module is not slurm or not in_shell]
+    return [module for module in modules if module.is_here(env)]
 
 
 def find_cluster(env: Env, name: str = AUTO) -> tuple[Cluster | None, str]:
@@ -152,12 +159,18 @@ def why_alone(env: Env) -> str:
     Args:
         env: the environment variables, in which no environment was recognised.
     """
-    if kubernetes.INDEX in env and not (kubernetes.WORKERS in env or "PET_NNODES" in env):
+    if slurm.is_here(env) and slurm.is_shell(env):
+        return (
+            f"slurm: the step has {env['SLURM_STEP_NUM_TASKS'][:9]} tasks, but it is an "
+            f"interactive shell ({env['SLURM_JOB_NAME']}) or was started from one, so this process "
+            "trains alone. If srun has started all of them as one job, give --environment slurm."
+        )
+    if kubernetes.INDEX in env and not (env.get(kubernetes.WORKERS) or env.get("PET_NNODES")):
         return (
             f"kubernetes: {kubernetes.INDEX} is set, but {kubernetes.WORKERS} is not, so this pod "
             f"trains alone. Set {kubernetes.WORKERS} to the job's completions, or to 1."
         )
-    if "VC_TASK_INDEX" in env and "VC_WORKER_HOSTS" not in env:
+    if "VC_TASK_INDEX" in env and not env.get("VC_WORKER_HOSTS"):
         return (
             "volcano: VC_TASK_INDEX is set, but VC_WORKER_HOSTS is not, so this pod trains alone. "
             "Name the task worker, and use the plugins env and svc."
@@ -190,9 +203,16 @@ def _check_same(first: Described, other: Described) -> None:
     Raises:
         ClusterError: they do not.
     """
-    if (first.job.size, first.job.rank) != (other.job.size, other.job.rank):
+    if _place(first.job) != _place(other.job):
         raise ClusterError(
-            f"{first.name} says that this is process {first.job.rank} of {first.job.size}, and "
-            f"{other.name} that it is process {other.job.rank} of {other.job.size}. Say which one "
-            f"counts: --environment {first.name} or --environment {other.name}."
+            f"{first.name} says that this is {_place(first.job)}, and {other.name} that it is "
+            f"{_place(other.job)}. Say which one counts: --environment {first.name} or "
+            f"--environment {other.name}."
         )
+
+
+def _place(job: Cluster | Layout) -> str:
+    """Returns what a process is among those of its job, in words."""
+    if isinstance(job, Cluster) and job.is_evaluator:
+        return f"an evaluator beside {job.size} processes"
+    return f"process {job.rank} of {job.size}"

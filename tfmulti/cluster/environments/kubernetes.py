@@ -25,7 +25,7 @@ PORT = 2222
 
 def is_here(env: Env) -> bool:
     """Returns whether this process runs in a pod of an Indexed Job with several pods."""
-    return INDEX in env and env.get(WORKERS, env.get("PET_NNODES", "")) not in ("", "1")
+    return INDEX in env and (env.get(WORKERS) or env.get("PET_NNODES", "")) not in ("", "1")
 
 
 def read(env: Env) -> Cluster:
@@ -34,7 +34,7 @@ def read(env: Env) -> Cluster:
     Raises:
         ClusterError: a variable is missing or wrong, or they contradict each other.
     """
-    size = number_of(env, WORKERS if WORKERS in env else "PET_NNODES", NAME, 1)
+    size = number_of(env, WORKERS if env.get(WORKERS) else "PET_NNODES", NAME, 1)
     rank = number_of(env, INDEX, NAME)
     if rank >= size:
         raise ClusterError(

@@ -46,6 +46,9 @@ def read(env: Env) -> Layout:
     local_size = local_rank + 1
     if "JSM_NAMESPACE_LOCAL_SIZE" in env:
         local_size = number_of(env, "JSM_NAMESPACE_LOCAL_SIZE", NAME, 1)
+        if len(hosts) == 1 and local_size < size:
+            # The file has no line of a launch node, so its first host computes, too.
+            hosts = (launch, *hosts)
     elif len(hosts) == 1:
         local_size = size
     return Layout(

@@ -68,12 +68,19 @@ def read(env: Env) -> Layout:
         number_of(env, name, NAME) if name in env else default
         for name, default in zip(names[2:], (rank, size), strict=True)
     )
+    hosts = allocated_hosts(env)
+    if names[2] not in env and len(hosts) > 1:
+        raise ClusterError(
+            f"mpi: {names[0]} is set, but {names[2]} is not, so a process does not know which "
+            f"others share its host, and the allocation has {len(hosts)} hosts. Use the mpirun of "
+            "Open MPI, MPICH or Intel MPI, or srun."
+        )
     job = next((f"mpi {env[name]}" for name in _JOB if name in env), "")
     if local_size >= size:
-        hosts = (LOOPBACK,) * size
-        return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, hosts)
+        here = (LOOPBACK,) * size
+        return Layout(NAME, rank, size, local_rank, local_size, LOOPBACK, (LOOPBACK,), job, here)
     host = socket.gethostname()
-    return Layout(NAME, rank, size, local_rank, local_size, host, allocated_hosts(env), job)
+    return Layout(NAME, rank, size, local_rank, local_size, host, hosts, job)
 
 
 def completed(

@@ -24,15 +24,22 @@ _SHELLS = ("interactive", "bash", "sh", "zsh", "fish", "dash", "ksh", "csh", "tc
 
 
 def is_here(env: Env) -> bool:
-    """Returns whether this process is a task of a step with several tasks.
+    """Returns whether this process has the variables of a step with several tasks.
 
-    A batch script has a rank but no step. In a step that is an interactive shell, the user starts
-    programs by hand, and each is alone. `srun --pty bash` names the step after the shell and opens
-    a terminal; `srun -n 2 bash -c …` has the name without the terminal, and counts as a step.
+    A batch script has a rank but no step.
     """
-    is_shell = env.get("SLURM_JOB_NAME") in _SHELLS and "SLURM_PTY_PORT" in env
-    tasks = env.get("SLURM_STEP_NUM_TASKS", "")
-    return "SLURM_PROCID" in env and tasks not in ("", "1") and not is_shell
+    return "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "") not in ("", "1")
+
+
+def is_shell(env: Env) -> bool:
+    """Returns whether the step is an interactive shell, or was started from one.
+
+    In such a shell the user starts programs by hand, and each is alone. `srun --pty bash` names the
+    step after the shell and opens a terminal; `srun -n 2 bash -c …` has the name without the
+    terminal. An `srun` inside the shell passes the name and the terminal's variable on to its own
+    tasks, so these look alike. `--environment slurm` says that they are one job.
+    """
+    return env.get("SLURM_JOB_NAME") in _SHELLS and "SLURM_PTY_PORT" in env
 
 
 def read(env: Env) -> Layout | Cluster:
