@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import re
@@ -65,6 +66,25 @@ def test_the_objects_are_valid(options: dict[str, Any]) -> None:
     assert set(parts) >= ({"NetworkPolicy", "JobSet"} if is_set else {"Service", "Job"})
     assert ("PersistentVolumeClaim" in parts) == ("claim" not in options)
     check(list(parts.values()))
+
+
+def test_the_pods_of_a_job_set_find_each_other() -> None:
+    """Each pod has the name that JobSet gives it (https://jobset.sigs.k8s.io/docs/concepts/)."""
+    job_set = parts_of(kind="jobset", workers=3)["JobSet"]
+    spec, name = job_set["spec"], job_set["metadata"]["name"]
+    [job] = spec["replicatedJobs"]
+    assert job["template"]["spec"]["completions"] == 3
+    assert spec["network"]["enableDNSHostnames"] is True
+    subdomain = spec["network"]["subdomain"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    names = [f"{name}-{job['name']}-0-{index}" for index in range(3)]
+    for index, hostname in enumerate(names):
+        found = described(given | {"HOSTNAME": hostname, "JOB_COMPLETION_INDEX": str(index)})
+        assert found is not None
+        assert isinstance(found.job, Cluster)
+        assert found.job.rank == index
+        assert found.job.addresses == tuple(f"{each}.{subdomain}:{PORT}" for each in names)
 
 
 # A path to a field, the value that it gets, and what Kubernetes says. None removes the field.
@@ -398,9 +418,14 @@ def test_the_steps_of_the_dockerfile(tmp_path: Path) -> None:
     first, second = [text for word, text in steps if word == "RUN"]
     pip = f"{shlex.quote(sys.executable)} -m pip install --dry-run --no-deps --quiet"
     install = first.replace("pip install", pip)
-    subprocess.run(
-        ["sh", "-euc", install], cwd=source, env=clean_env({"EXTRAS": "images"}), check=True
-    )
+    [default] = [text for word, text in steps if word == "ARG" and text.startswith("EXTRAS=")]
+    [of_gpus] = re.findall(r"--build-arg (EXTRAS=\S+)", (ROOT / "Dockerfile").read_text())
+    known = importlib.metadata.metadata("tfmulti").get_all("Provides-Extra") or []
+    for extras in (default.partition("=")[2], of_gpus.partition("=")[2]):
+        # pip would only warn of an extra that it does not know.
+        assert set(extras.split(",")) <= set(known)
+        env = clean_env({"EXTRAS": extras})
+        subprocess.run(["sh", "-euc", install], cwd=source, env=env, check=True)
     subprocess.run(["sh", "-nc", second], check=True)
     (command,) = [json.loads(text) for word, text in steps if word == "CMD"]
     of_pod = pod_of(parts_of()["Job"])["containers"][0]["command"]
