@@ -231,6 +231,16 @@ def test_different_data_on_workers_is_an_error(errors: list[list[str]]) -> None:
         assert (kind, "shuffle(seed=" in message) == ("DataError", True)
 
 
+@behaviour(
+    usage.other_values_to_predict_on_each_worker,
+    usage.more_rows_to_predict_on_one_worker,
+    at=[TWO_WORKERS],
+)
+def test_different_rows_to_predict_are_an_error(errors: list[list[str]]) -> None:
+    for kind, message in errors:
+        assert (kind, "the workers have different data" in message) == ("DataError", True)
+
+
 @behaviour(usage.numbers_gathered_from_each_worker, at=[TWO_WORKERS, THREE_WORKERS])
 def test_gathered_numbers_and_bytes_are_exact(results: list[Any]) -> None:
     numbers = [[-(2**62) - rank, 0, rank] for rank in range(len(results))]

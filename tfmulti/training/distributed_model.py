@@ -423,13 +423,16 @@ class DistributedModel(keras.Model):
         these are. `batch_size` is the global batch.
 
         Raises:
-            DataError: the data has no batches, or an example of it cannot be read.
+            DataError: the data has no batches, an example of it cannot be read, or the workers have
+                different data.
         """
         relocation.enter(self)
         # Each row has an output, so no example may be left out.
         reading = ReadOptions(state_of(self).reading.threads, keeps_each=True)
         data = DataArguments(x, batch_size=batch_size, steps_per_epoch=steps)
         feed = make_feed(data, self._placement, reading)
+        if self._placement.workers > 1:
+            same_data.check_same_data(self, feed)
         count = _steps_of(feed, steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()

@@ -275,6 +275,14 @@ def different_data_on_each_worker() -> Any:
     return fit(classifier(), x=data, y=None, batch_size=None)
 
 
+def other_values_to_predict_on_each_worker() -> Any:
+    return classifier().predict(X + here.placement.rank, verbose=0)
+
+
+def more_rows_to_predict_on_one_worker() -> Any:
+    return classifier().predict(X[: 24 + 24 * here.placement.rank], batch_size=8, verbose=0)
+
+
 def batches_whose_digests_differ_by_one() -> Any:
     """Reads batches whose digests differ too little for sums in float32."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)
