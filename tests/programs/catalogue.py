@@ -57,6 +57,8 @@ CORE = (
     "minibatch_standard_deviation",
     "rows_mixed_with_other_rows",
     "softmax_over_the_rows",
+    "axes_of_the_rows",
+    "activation_that_mixes_rows",
     "normalization_inside_a_recurrent_cell",
     "draws_of_tf_random",
     "cached_and_shuffled",

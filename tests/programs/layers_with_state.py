@@ -267,6 +267,33 @@ def softmax_over_the_rows() -> Made:
     return _with(WeightedRows())
 
 
+@program("Keras tests: axes of layers, losses and metrics")
+def axes_of_the_rows() -> Made:
+    """Layers, a loss and a metric of Keras that compute along the rows of the batch."""
+    inputs = keras.Input((4,))
+    shares = layers.Softmax(axis=0)(layers.Dense(5)(inputs))
+    model = keras.Model(inputs, layers.Dense(3)(layers.UnitNormalization(axis=0)(shares)))
+    compiled = {
+        "optimizer": sgd(),
+        "loss": keras.losses.CosineSimilarity(axis=0),
+        "metrics": [keras.metrics.CosineSimilarity(axis=0)],
+    }
+    return Made(model, compiled, fit(features(4), features(3)))
+
+
+def _share_of_the_rows(values: Any) -> Any:
+    return values / (1.0 + keras.ops.mean(keras.ops.square(values), axis=0))
+
+
+@program("Keras tests: own activations", expects="verify: .*the output of the layer")
+def activation_that_mixes_rows() -> Made:
+    """An activation of a recurrent layer that divides each row by a mean over all rows."""
+    inputs = keras.Input((3, 4))
+    hidden = layers.GRU(3, activation=_share_of_the_rows)(inputs)
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(hidden))
+    return Made(model, {"optimizer": sgd(), "loss": SPARSE}, fit(features(3, 4), labels()))
+
+
 @program("Keras guide: Working with RNNs", expects="(?i)stateful")
 def stateful_recurrence() -> Made:
     """A recurrent layer that keeps the state of each row from batch to batch."""

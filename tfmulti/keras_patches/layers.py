@@ -24,7 +24,13 @@ from tensorflow.python.distribute.values import DistributedVariable
 
 from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
-from tfmulti.keras_patches.model_structure import is_seed, layers_of, own_variables
+from tfmulti.keras_patches.model_structure import (
+    has_own_activation,
+    is_along_rows,
+    is_seed,
+    layers_of,
+    own_variables,
+)
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
@@ -134,7 +140,7 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
-        if row_labels.are_kept() and _works_by_rows(self):
+        if row_labels.are_kept() and _works_by_rows(self, args):
             row_labels.mark_call((args, kwargs, _given_weights(self)), outputs)
         return outputs
 
@@ -155,14 +161,16 @@ def _given_weights(layer: Any) -> list[Any]:
     return [value for value in values_of_weights if value is not None]
 
 
-def _works_by_rows(layer: Any) -> bool:
+def _works_by_rows(layer: Any, args: tuple[Any, ...]) -> bool:
     """Returns whether a layer and its sublayers are Keras' own, which compute row by row.
 
     Keras' layers that need other rows count, too: `batch_dependent_layers` and the patch of
     BatchNormalization give them the rows of all replicas.
     """
+    ranks = [value.shape.rank for value in tf.nest.flatten(args) if isinstance(value, tf.Tensor)]
     return all(
         _is_layer_of_keras(part)
-        and is_of_keras(getattr(part, "activation", keras.activations.linear))
+        and not has_own_activation(part)
+        and not is_along_rows(part, ranks[0] if ranks and part is layer else None)
         for part in layers_of(layer)
     )

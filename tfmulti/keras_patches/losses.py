@@ -27,6 +27,7 @@ from keras.src.trainers.trainer import Trainer
 from tfmulti.distribution import global_values, losses, row_labels
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing, current, partial
 from tfmulti.distribution.row_rules import Kind
+from tfmulti.keras_patches.model_structure import is_along_rows
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 # The attributes that Keras puts on a tensor: the logits of a softmax or sigmoid, and the mask that
@@ -121,7 +122,8 @@ def _loss_of_all_rows(
     replicas.
     """
     compute = functools.partial(original, loss)
-    is_keras = is_of_keras(getattr(loss, "fn", type(loss)))
+    rank = y_pred.shape.rank if isinstance(y_pred, tf.Tensor) else None
+    is_keras = is_of_keras(getattr(loss, "fn", type(loss))) and not is_along_rows(loss, rank)
     if global_values.are_known(replica_slice):
         with by_rows.set_to(is_keras and have_rows(y_true, y_pred)):
             value = compute(y_true, y_pred, sample_weight)

@@ -24,6 +24,7 @@ from tfmulti.distribution import global_values, losses, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.losses import ATTACHED, by_rows, have_rows
+from tfmulti.keras_patches.model_structure import is_along_rows
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
@@ -50,7 +51,10 @@ def _metric_of_all_rows(
     has_labels = global_values.are_known(replica_slice)
     kind = row_labels.label_of(values).kind if has_labels else Kind.LOCAL
     unknown = kind is Kind.LOCAL
-    trusted = is_of_keras(metric._fn) and (unknown or have_rows(y_true, y_pred))
+    is_keras = is_of_keras(metric._fn) and not is_along_rows(
+        metric, tf.convert_to_tensor(y_pred).shape.rank
+    )
+    trusted = is_keras and (unknown or have_rows(y_true, y_pred))
     if kind is Kind.ROWS or (trusted and not one_number):
         with by_rows.set_to(True):
             return original(metric, y_true, y_pred, sample_weight)

@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution.replica_context import metric_variables
+from tfmulti.keras_patches.patching import is_of_keras
 
 
 def build_from_specs(model: keras.Model, specs: Any) -> None:
@@ -182,3 +183,25 @@ def step_replaced(model: keras.Model, step: Callable[[Any], Any]) -> Iterator[No
         yield
     finally:
         del vars(model)["train_step"]
+
+
+def has_own_activation(layer: Any) -> bool:
+    """Returns whether an activation of a layer is the user's own, which may use other rows."""
+    return not all(map(is_of_keras, activations_of(layer)))
+
+
+def activations_of(layer: Any) -> list[Any]:
+    """Returns the activation functions of a layer, of which a recurrent cell has two."""
+    return [v for name, v in vars(layer).items() if name.endswith("activation") and callable(v)]
+
+
+def is_along_rows(part: Any, rank: int | None) -> bool:
+    """Returns whether a layer, a loss or a metric computes along the axis of the rows.
+
+    Args:
+        part: the layer, the loss or the metric, whose `axis` may be one number or several.
+        rank: the number of axes of the values, or None if it is not known.
+    """
+    axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))
+    axes = axis if isinstance(axis, (list, tuple)) else [axis]
+    return any(type(each) is int and each in (0, -(rank or 0)) for each in axes)

@@ -159,10 +159,13 @@ class StepLogs:
 def flattened(logs: Any) -> dict[str, Any]:
     """Returns the values of nested dicts by their innermost names, as Keras' callbacks get them.
 
-    >>> flattened({"loss": 2.0, "of_parts": {"a": 1, "b": 3}})
-    {'loss': 2.0, 'a': 1, 'b': 3}
+    Keras goes through the names of each dict in their order. So of two values with one innermost
+    name the last one counts.
+
+    >>> flattened({"parts": {"b": 3, "loss": 1}, "loss": 2.0})
+    {'loss': 1, 'b': 3}
     """
     flat: dict[str, Any] = {}
-    for name, value in (logs or {}).items() if isinstance(logs, Mapping) else ():
+    for name, value in sorted((logs or {}).items()) if isinstance(logs, Mapping) else ():
         flat.update(flattened(value) if isinstance(value, Mapping) else {name: value})
     return flat

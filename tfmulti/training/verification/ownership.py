@@ -10,7 +10,13 @@ from typing import Any
 
 import keras
 
-from tfmulti.keras_patches.model_structure import function_of, layers_of, operations_of
+from tfmulti.keras_patches.model_structure import (
+    activations_of,
+    function_of,
+    is_along_rows,
+    layers_of,
+    operations_of,
+)
 from tfmulti.training.state.model_checks import optimizers_of
 from tfmulti.training.verification.compared import is_compared, names
 
@@ -33,18 +39,24 @@ def own_parts(model: keras.Model) -> list[str]:
     parts = [name for name in methods if _is_own_method(model, name)]
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         function = keras.losses.get(loss) if isinstance(loss, str) else loss
-        if _is_own(function) or _is_own(getattr(loss, "fn", None)):
+        is_own = _is_own(function) or _is_own(getattr(loss, "fn", None))
+        if is_own or is_along_rows(loss, _rank_of_outputs(model)):
             parts.append(f"the loss {_name(loss)}")
     for metric in _metrics_of(model):
         # A metric class of Keras may average a function that has no public name.
         is_wrapper = type(metric) is keras.metrics.MeanMetricWrapper
         function = function_of(metric)
-        if _is_own(metric) or (_is_own(function) if is_wrapper else _is_of_user(function)):
+        is_own = _is_own(metric) or (_is_own(function) if is_wrapper else _is_of_user(function))
+        if is_own or is_along_rows(metric, _rank_of_outputs(model)):
             parts.append(f"the metric {_name(metric)}")
     for layer in layers_of(model):
         # A model without a `call` of its own only holds layers.
         only_holds = layer is model and not _is_own_method(model, "call")
-        if isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not only_holds):
+        is_own = isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not only_holds)
+        # An axis that is counted from the end may be the first one.
+        rank = len(shape) if (shape := _input_shape_of(layer)) is not None else None
+        own_activation = any(map(_is_own_activation, activations_of(layer)))
+        if is_own or own_activation or is_along_rows(layer, rank):
             parts.append(f"the layer {layer.name}")
     for operation in operations_of(model):
         if type(operation).__name__ not in _BY_ELEMENT:
@@ -53,6 +65,24 @@ def own_parts(model: keras.Model) -> list[str]:
         if _is_own(optimizer):
             parts.append(f"the optimizer {type(optimizer).__name__}")
     return parts
+
+
+def _is_own_activation(function: Any) -> bool:
+    """Returns whether an activation is the user's own. Those of TensorFlow are operations."""
+    return _package(function) not in (*_KNOWN, "tensorflow")
+
+
+def _rank_of_outputs(model: keras.Model) -> int | None:
+    """Returns the number of axes of a model's first output, or None if it is not known."""
+    outputs = getattr(model, "outputs", None)
+    return len(outputs[0].shape) if outputs else None
+
+
+def _input_shape_of(layer: Any) -> Any:
+    """Returns the shape of a layer's first input, or None if it is not known."""
+    nodes = getattr(layer, "_inbound_nodes", None)
+    inputs = nodes[0].input_tensors if nodes else None
+    return inputs[0].shape if inputs else None
 
 
 def _metrics_of(model: keras.Model) -> list[Any]:

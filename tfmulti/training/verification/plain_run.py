@@ -148,11 +148,14 @@ class PlainRun:
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
-    """Returns the names and values of a step's logs, which may be nested."""
+    """Returns the innermost names and the values of a step's logs, in Keras' order of the names.
+
+    Of two values with one name the last one is the log.
+    """
     if isinstance(logs, Mapping):
         return [
-            (f"{name}/{inner}" if inner else str(name), value)
-            for name, entry in logs.items()
+            (inner or str(name), value)
+            for name, entry in sorted(logs.items())
             for inner, value in flat(entry)
         ]
     return [("", logs)] if isinstance(logs, (tf.Tensor, np.generic, float, int)) else []
