@@ -52,18 +52,19 @@ def test_a_job_listens_where_its_workers_call(
         )
 
 
-def test_workers_of_one_host_name_connect_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_this_machine_connect_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers with another machine's name do not use loopback."""
     asked: list[list[str]] = []
     monkeypatch.setattr(connections, "listen", lambda own, hosts: asked.append([own, *hosts]))
     here, there = socket.gethostname(), "192.0.2.1"
-    for hosts in ([here, here], [there, there], [here, there]):
+    for hosts in ([here, here], [there, there], [here, there], ["localhost", here]):
         addresses = tuple(f"{host}:{port}" for port, host in enumerate(hosts, 1))
         placement = Placement(0, 2, 1, addresses=addresses)
         # The stand-in for `listen` returns None, which is not a listener.
         with pytest.raises(AttributeError):
             connections._connect(placement)
-    assert asked == [["127.0.0.1"] * 3, [there] * 3, [here, here, there]]
+    loopback = ["127.0.0.1"] * 3
+    assert asked == [loopback, [there] * 3, [here, here, there], loopback]
 
 
 def test_a_port_in_use_is_reported() -> None:

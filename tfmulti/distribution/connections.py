@@ -103,8 +103,8 @@ def last_exchanges(placement: Placement) -> list[ExchangeRecord]:
 def _connect(placement: Placement) -> Channel | None:
     """Returns a new channel to all other workers; None if one worker cannot reach another."""
     hosts = [host_of(address) for address in placement.addresses]
-    if len(set(hosts)) == 1 and is_here(hosts[0]):
-        # All workers run on this machine.
+    if all(map(is_here, set(hosts))):
+        # All workers run on this machine, under one name or several.
         hosts = [LOOPBACK] * len(hosts)
     port, problem = 0, ""
     try:
