@@ -129,7 +129,7 @@ def check_new(flag: str, path: Path) -> None:
 # The folder of the runs without `--run_dir`.
 _DEFAULT_ROOT = "runs"
 # A name that `default_run_dir` makes of a dataset, a model and a time.
-_DEFAULT_NAME = re.compile(r"\w[\w.@+-]*-\d{8}-\d{6}(-\d+)?", re.ASCII)
+_DEFAULT_NAME = re.compile(r"\w[\w.@+-]*-\d{8}-\d{6}(-\d+)?")
 
 
 def default_run_dir_named(name: str) -> Path | None:

@@ -119,7 +119,7 @@ def _description(gpu: Any) -> str:
 
 
 def _faults(label: str, gpu: Any) -> list[Finding]:
-    """Returns the findings about what is wrong with one GPU."""
+    """Returns a finding for each fault of one GPU."""
     findings = []
     errors = _answer_or(
         lambda: pynvml.nvmlDeviceGetTotalEccErrors(

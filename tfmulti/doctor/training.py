@@ -172,7 +172,7 @@ def seen_gpus_finding(
 
     Args:
         expected: the models of the GPUs that the driver shows to this process.
-        seen: the models of those that TensorFlow sees.
+        seen: the models of the GPUs that TensorFlow sees.
         build: what `tf.sysconfig.get_build_info` returns.
     """
     about = f"CUDA {build.get('cuda_version', 'none')}, cuDNN {build.get('cudnn_version', 'none')}"

@@ -103,17 +103,13 @@ def command(report: FitReport) -> str:
     words = f"python -m tfmulti.fit --config {config} --run_dir runs/again"
     if report.workers == 1:
         return words
-    workers_of = Counter(map(host_of_address, report.addresses))
+    # An IPv6 address keeps its brackets, as --hosts takes it.
+    workers_of = Counter(address.rpartition(":")[0] for address in report.addresses)
     where = f"--nproc-per-node {report.workers}"
     if len(workers_of) > 1:
         hosts = ",".join(f"{host}:{count}" for host, count in workers_of.items())
         where = f"--hosts {shlex.quote(hosts)}"
     return f"tfmulti launch {where} -m {words[len('python -m ') :]}"
-
-
-def host_of_address(address: str) -> str:
-    """Returns the host of `host:port`; an IPv6 address keeps its brackets, as --hosts takes it."""
-    return address.rpartition(":")[0]
 
 
 def _results(report: FitReport) -> dict[str, str]:

@@ -194,7 +194,9 @@ def folder_of_all(setup: Setup, run_dir: RunDir | None) -> Path | None:
     if setup.config.run_dir is not None:
         return Path(setup.config.run_dir)
     name = broadcast(setup.strategy, run_dir.path.name.encode() if run_dir else None)
-    return default_run_dir_named((name or b"").decode(errors="replace"))
+    return (
+        run_dir.path if run_dir else default_run_dir_named((name or b"").decode(errors="replace"))
+    )
 
 
 def remove_start(run_dir: RunDir) -> None:
