@@ -6,6 +6,7 @@
 | `last_operations` | `KerasTensor._keras_history` | none: not exported | Keras tells which layer made a tensor |
 | `layers_of`, `sublayers`, `own_variables` | `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
 | `function_of`, `operations_of` | `MeanMetricWrapper._fn`, `Functional._operations` | none | Keras tells them |
+| `is_along_rows`, `input_rank_of` | `MeanMetricWrapper._fn_kwargs`, `Operation._inbound_nodes` | none | Keras tells the arguments of a metric's function, and the shape that a layer was called with |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or takes a public writer |
 | `values_of_metrics` | `Trainer._flatten_metrics_in_order` | none | Keras tells the order in which `evaluate` lists its results |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
@@ -205,3 +206,10 @@ def is_along_rows(part: Any, rank: int | None) -> bool:
     axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     return any(type(each) is int and each in (0, -(rank or 0)) for each in axes)
+
+
+def input_rank_of(layer: Any) -> int | None:
+    """Returns the number of axes of a layer's first symbolic input, or None if it has none."""
+    nodes = getattr(layer, "_inbound_nodes", None)
+    inputs = nodes[0].input_tensors if nodes else None
+    return len(inputs[0].shape) if inputs else None

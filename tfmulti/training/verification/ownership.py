@@ -13,6 +13,7 @@ import keras
 from tfmulti.keras_patches.model_structure import (
     activations_of,
     function_of,
+    input_rank_of,
     is_along_rows,
     layers_of,
     operations_of,
@@ -54,7 +55,7 @@ def own_parts(model: keras.Model) -> list[str]:
         only_holds = layer is model and not _is_own_method(model, "call")
         is_own = isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not only_holds)
         # An axis that is counted from the end may be the first one.
-        rank = len(shape) if (shape := _input_shape_of(layer)) is not None else None
+        rank = input_rank_of(layer)
         own_activation = any(map(_is_own_activation, activations_of(layer)))
         if is_own or own_activation or is_along_rows(layer, rank):
             parts.append(f"the layer {layer.name}")
@@ -76,13 +77,6 @@ def _rank_of_outputs(model: keras.Model) -> int | None:
     """Returns the number of axes of a model's first output, or None if it is not known."""
     outputs = getattr(model, "outputs", None)
     return len(outputs[0].shape) if outputs else None
-
-
-def _input_shape_of(layer: Any) -> Any:
-    """Returns the shape of a layer's first input, or None if it is not known."""
-    nodes = getattr(layer, "_inbound_nodes", None)
-    inputs = nodes[0].input_tensors if nodes else None
-    return inputs[0].shape if inputs else None
 
 
 def _metrics_of(model: keras.Model) -> list[Any]:
