@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
 
 from tests.support.behaviours import behaviour, upstream
 from tests.support.places import SEVERAL, TWO_REPLICAS, TWO_WORKERS
@@ -322,6 +323,13 @@ def test_a_variables_value_still_has_no_public_setter() -> None:
     assert tf_variable_of(variable) is other
     with pytest.raises(AttributeError):
         variable.value = other
+
+
+def test_variables_with_copies_still_have_no_conversions() -> None:
+    """If this fails, TensorFlow has them, and `variables.install` can go."""
+    installation.install()
+    for name in ("__float__", "__int__", "__array__"):
+        assert getattr(DistributedVariable, name).__module__.startswith("tfmulti.")
 
 
 def test_layers_still_hold_nodes_and_tracked_parts_among_their_attributes() -> None:

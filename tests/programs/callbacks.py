@@ -70,6 +70,8 @@ class OwnStopping(keras.callbacks.Callback):
 class OwnSchedule(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         rate = float(self.model.optimizer.learning_rate)
+        assert float(self.model.optimizer.learning_rate.value) == rate
+        assert float(np.asarray(self.model.optimizer.learning_rate.value)) == rate
         self.model.optimizer.learning_rate = rate * 0.7
 
 

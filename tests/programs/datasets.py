@@ -160,6 +160,53 @@ def augmented_by_seeds_in_map() -> Made:
     return _on(data.batch(16))
 
 
+class LengthsOfTexts(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y, text = data
+        number = tf.strings.to_number(tf.strings.regex_replace(text, "row ", ""))
+        weight = tf.cast(tf.strings.length(text), "float32") + number
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(weight[:, None] * (self(x, training=True) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def _with_a_third_part(part: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, features(1), part))
+
+
+@program("keras-io: Structured data learning with texts")
+def texts_in_the_step() -> Made:
+    """Texts among the parts of a batch, from which the step computes numbers."""
+    inputs = keras.Input((4,))
+    model = LengthsOfTexts(inputs, layers.Dense(1)(inputs))
+    texts = np.array([f"row {number}" for number in range(30)])
+    return Made(model, {"optimizer": sgd(0.001)}, fit(_with_a_third_part(texts).batch(16)))
+
+
+class TimesAPart(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y, factors = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2) * tf.reduce_sum(factors)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program(
+    "keras-io: parameters in the batch",
+    expects="parts of a batch have different numbers of rows",
+)
+def part_without_rows() -> Made:
+    """A part of each batch that has no row for each example."""
+    inputs = keras.Input((4,))
+    model = TimesAPart(inputs, layers.Dense(1)(inputs))
+    data = _with_a_third_part(features(1)).batch(16).map(lambda x, y, z: (x, y, tf.ones([3])))
+    return Made(model, {"optimizer": sgd()}, fit(data))
+
+
 @program("Keras guide: Training & evaluation with the built-in methods")
 def batch_of_tensors() -> Made:
     """Tensors of TensorFlow as arrays, whole numbers as inputs, and a dict of sample weights."""

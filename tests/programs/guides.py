@@ -119,6 +119,25 @@ def logs_of_many_kinds() -> Made:
     return Made(_functional(OtherLogs), {"optimizer": sgd(), "loss": "mse"}, fit(**ONE))
 
 
+class OddLogs(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        logs = dict(super().train_step(data))
+        return {**logs, "nothing": None, "text": "first", "parts": {"word": tf.constant("second")}}
+
+
+@program("Keras: pythonify_logs")
+def logs_of_none_and_texts() -> Made:
+    """A train_step that returns None and texts among its logs."""
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        history = model.fit(**fit(**ONE), verbose=0).history
+        texts = [[str(value) for value in history[name]] for name in ("nothing", "text", "word")]
+        assert texts == [["None"] * 2, ["b'first'"] * 2, ["b'second'"] * 2], texts
+        return {"loss": history["loss"]}
+
+    return Made(_functional(OddLogs), {"optimizer": sgd(), "loss": "mse"}, use=use)
+
+
 class ComputeLoss(keras.Model):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.common import SPARSE, batches, classifier, features, fit, labels, sgd
+from tests.programs.common import BATCH, SPARSE, batches, classifier, features, fit, labels, sgd
 from tests.programs.registry import Made, program
 
 BINARY = (labels() > 0).astype("float32")[:, None]
@@ -87,6 +87,112 @@ def metric_that_keeps_the_largest() -> Made:
         {"optimizer": sgd(), "loss": SPARSE, "metrics": [Largest()]},
         fit(features(4), labels()),
     )
+
+
+class Last(keras.metrics.Metric):
+    """The mean of the last batch's predictions."""
+
+    def __init__(self, name: str = "last") -> None:
+        super().__init__(name=name)
+        self.value = self.add_variable(shape=(), name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(ops.mean(y_pred))
+
+    def result(self) -> Any:
+        return self.value.value
+
+
+class OverwrittenStates(keras.Model):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.last = Last()
+        self.by_batch = keras.metrics.Mean(name="by_batch")
+        self.rows = keras.metrics.Mean(name="rows")
+        self.area = keras.metrics.AUC(name="area", num_thresholds=20)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            losses = tf.square(predicted - y)
+            loss = tf.reduce_mean(losses)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.by_batch.reset_state()
+        self.by_batch.update_state(losses)
+        self.rows.update_state(predicted)
+        self.area.reset_state()
+        self.area.update_state(y, predicted)
+        self.last.update_state(y, predicted)
+        return {
+            "loss": self.by_batch.result(),
+            "twice": 2.0 * self.rows.result(),
+            "total": self.rows.total + 1.0,
+            "mean": self.rows.total / self.rows.count,
+            "area": self.area.result(),
+            "last": self.last.result(),
+        }
+
+
+@program("Keras: Metric subclass", "keras-io: Simple custom layer example: Antirectifier")
+def overwritten_states_of_metrics() -> Made:
+    """States of metrics that a step sets anew or computes with, in a batch of one row."""
+    inputs = keras.Input((4,))
+    model = OverwrittenStates(inputs, layers.Dense(1, "sigmoid")(inputs))
+    data = fit(features(4, rows=BATCH + 1), BINARY[: BATCH + 1])
+    return Made(model, {"optimizer": sgd()}, data)
+
+
+class OfOtherValues(keras.Model):
+    """Gives Keras' metrics selections and mixtures of rows."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.of_rows = {
+            name: [
+                keras.metrics.Precision(name=f"{name}_precision"),
+                keras.metrics.AUC(name=f"{name}_area", num_thresholds=20),
+                keras.metrics.F1Score(name=f"{name}_f1", threshold=0.5),
+                keras.metrics.BinaryIoU(name=f"{name}_iou"),
+                keras.metrics.RootMeanSquaredError(name=f"{name}_error"),
+            ]
+            for name in ("rows", "first", "scaled", "added", "weighted", "one")
+        }
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [metric for found in self.of_rows.values() for metric in found]
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        p = self(x)
+        values: dict[str, Any] = {
+            "rows": (y, p),
+            "first": (y[:5], p[:5]),
+            "scaled": (y, p / tf.reduce_max(p)),
+            "added": (y, tf.sigmoid(tf.cumsum(p - 0.5, 0))),
+            "weighted": (y, p, p[:, 0] / tf.reduce_sum(p)),
+            "one": ([[tf.reduce_max(y)]], [[tf.reduce_mean(p)]]),
+        }
+        for name, found in self.of_rows.items():
+            for metric in found:
+                metric.update_state(*values[name])
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@program("Keras guide: Customizing what happens in `fit()` with TensorFlow")
+def metrics_of_selected_and_mixed_rows() -> Made:
+    """Keras' metrics of the first rows, of values scaled by the batch, of sums, of one value."""
+    inputs = keras.Input((4,))
+    model = OfOtherValues(inputs, layers.Dense(1, "sigmoid")(inputs))
+    data = batches(features(4), BINARY)
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
+        return found
+
+    return Made(model, {"optimizer": sgd()}, use=use)
 
 
 class PerBatch(keras.metrics.Metric):

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd
+from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd, tokens
 from tests.programs.registry import Made, program
 
 DATA = (features(4), labels())
@@ -123,6 +123,64 @@ class OwnClip(ByHand):
 def clipped_one_by_one() -> Made:
     """Gradients clipped by tf.clip_by_norm, each by itself, in the step."""
     return _by_hand(OwnClip)
+
+
+class LookupClip(ByHand):
+    def change(self, gradients: Any) -> Any:
+        lookups, *others = gradients
+        assert isinstance(lookups, tf.IndexedSlices)
+        clipped = tf.clip_by_value(tf.clip_by_norm(lookups, 0.01), -0.001, 0.001)
+        return [clipped, *(tf.clip_by_norm(g, 0.05) for g in others)]
+
+
+@program("keras-io: Text classification with Transformer", "clipping of each gradient")
+def clipped_gradients_of_lookups() -> Made:
+    """The gradient of an Embedding, clipped by tf.clip_by_norm and tf.clip_by_value in the step."""
+    inputs = keras.Input((6,))
+    words = layers.GlobalAveragePooling1D()(layers.Embedding(9, 3)(inputs))
+    model = LookupClip(inputs, layers.Dense(3, "softmax")(words))
+    return Made(model, {"optimizer": adam(), "loss": SPARSE}, fit(tokens(), labels()))
+
+
+class Heads(layers.Layer):
+    """A layer that holds an optimizer for its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.optimizer = keras.optimizers.Adam(0.01)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+class OptimizerOfALayer(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = layers.Dense(5, "tanh"), Heads()
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        of_body, of_head = self.body.trainable_variables, self.head.trainable_variables
+        gradients = tape.gradient(loss, [*of_body, *of_head])
+        self.optimizer.apply(gradients[: len(of_body)], of_body)
+        self.head.optimizer.apply(gradients[len(of_body) :], of_head)
+        return {"loss": loss}
+
+
+@program("multi-task models: an optimizer for each head")
+def optimizer_held_by_a_layer() -> Made:
+    """Two optimizers, of which a layer of the model holds one."""
+    model = OptimizerOfALayer()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made = Made(model, {"optimizer": sgd(), "loss": loss}, fit(*DATA))
+    made.optimizers = {"of_head": model.head.optimizer}
+    return made
 
 
 class ValueClip(ByHand):

@@ -150,6 +150,23 @@ def mean_by_weights_of_the_batch() -> Made:
     return _step(WeightedMean)
 
 
+class WeightsOfTheBatch(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        outputs = self(x, training=True)
+        likely = tf.reduce_max(tf.nn.softmax(outputs), 1)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        mean = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean")
+        return loss(y, outputs, likely / tf.reduce_max(likely)) + mean(
+            y, outputs, tf.stop_gradient(likely / tf.reduce_sum(likely))
+        )
+
+
+@program("keras-io: Imbalanced classification", "focal weights normalized over the batch")
+def weights_normalized_over_the_batch() -> Made:
+    """Keras' losses with weights that the step divides by their largest or their sum."""
+    return _step(WeightsOfTheBatch)
+
+
 class Root(Step):
     def of(self, x: Any, y: Any) -> Any:
         return tf.sqrt(tf.reduce_mean(_entropy(y, self(x, training=True))))

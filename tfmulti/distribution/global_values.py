@@ -394,8 +394,9 @@ class _Builder:
             return self._leaf(value)
         if not value.dtype.is_floating and not as_sum:
             return self.whole(value)
+        # A replica whose weight is 0 may hold a part of a metric's state.
         if row_labels.is_state_of_metric(value):
-            return self._over_weight(self._leaf(value))
+            return self.whole(value)
         if row_labels.is_reduction_of_rows(value):
             if op.type == "Sum":
                 return self._over_weight(self._own_sum(value))

@@ -34,6 +34,8 @@ class ReplicaSlice(NamedTuple):
         note_gather: is called during tracing if the step gathers the rows of all replicas.
         note_unknown: is called with a reason during tracing if the step uses a value, and it is not
             known how that value depends on the rows.
+        note_trusted: the same for a value that a loss or metric of Keras takes for rows. Training
+            steps do not need it, because `verify` compares them.
         model: the model whose step is traced.
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.
@@ -49,6 +51,7 @@ class ReplicaSlice(NamedTuple):
     seeds: Any = None
     note_gather: Callable[[], None] = lambda: None
     note_unknown: Callable[[str], None] = lambda reason: None
+    note_trusted: Callable[[str], None] = lambda reason: None
     model: Any = None
     states: Mapping[int, str] = MappingProxyType({})
 

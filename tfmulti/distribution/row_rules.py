@@ -423,6 +423,11 @@ _ELEMENTWISE = """
     Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
     StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike
 """
+_OF_TEXTS = """
+    AsString RegexFullMatch RegexReplace StaticRegexFullMatch StaticRegexReplace StringJoin
+    StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
+    StringToHashBucketStrong StringToNumber StringUpper
+"""
 _BY_WEIGHTS = """
     AvgPool AvgPool3D Conv2D Conv3D DepthToSpace DepthwiseConv2dNative EnsureShape LRN MaxPool
     MaxPool3D ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor SpaceToDepth
@@ -434,7 +439,7 @@ _ALONG_GIVEN_AXES = """
     All Any ArgMax ArgMin Cumprod Cumsum EuclideanNorm Max Mean Min Prod ReverseV2 Sum
 """
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys((*_ELEMENTWISE.split(), *_OF_TEXTS.split()), _elementwise),
     **dict.fromkeys(_BY_WEIGHTS.split(), _first_by_others),
     **dict.fromkeys(_ALONG_LAST_AXIS.split(), _along_last_axis),
     **dict.fromkeys(_ALONG_GIVEN_AXES.split(), _not_along_rows),

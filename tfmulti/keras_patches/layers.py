@@ -24,7 +24,9 @@ from tensorflow.python.distribute.values import DistributedVariable
 
 from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
+from tfmulti.keras_patches.metrics import part_of_state
 from tfmulti.keras_patches.model_structure import (
+    all_metric_variables,
     has_own_activation,
     is_along_rows,
     is_seed,
@@ -53,25 +55,14 @@ def install() -> None:
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
     """Returns the variables that the user's own code may change in a step.
 
-    Variables of layers are "layer", and those of metrics that are not Keras' own are "metric".
-    Variables of Keras' own metrics have an empty kind, since patches of Keras handle them.
-
     Returns:
-        The kind of each Keras variable, by the variable's id, for `ReplicaSlice.states`.
+        The kind of each Keras variable, "layer" or "metric", by the variable's id, for
+        `ReplicaSlice.states`.
     """
     kinds: dict[int, str] = {}
     for layer in layers_of(model):
         kinds |= {id(v): "layer" for v in own_variables(layer) if not is_seed(v)}
-    metrics = [*model.metrics, *keras.Model.metrics.fget(model)]
-    while metrics:
-        metric = metrics.pop()
-        # Keras holds the metrics that `compile` was given in one metric that contains them.
-        inner = list(getattr(metric, "metrics", ()))
-        metrics += inner
-        if not inner:
-            kind = "" if is_of_keras(type(metric)) else "metric"
-            kinds |= {id(v): kind for v in metric.variables}
-    return kinds
+    return kinds | {id(v): "metric" for v in all_metric_variables(model)}
 
 
 def _assign(
@@ -82,14 +73,17 @@ def _assign(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Assigns a value. A state of the user's own code gets the value of the global batch."""
+    """Assigns a value. A state of a layer or a metric gets the value of the global batch.
+
+    A metric's states are parts, which add up to that value.
+    """
     # Other patches handle the assignments within Keras' own layers.
     if not _in_layer_of_keras.get():
         kind = replica_slice.states.get(id(variable))
         if kind == "layer":
             value = global_values.of_one_device(replica_slice, value)
         elif kind == "metric":
-            value = global_values.part_of_sum(replica_slice, value)
+            value = part_of_state(replica_slice, variable, value)
     return original(variable, value, *args, **kwargs)
 
 
@@ -151,6 +145,16 @@ def _is_layer_of_keras(layer: Any) -> bool:
     """Returns whether the code of a layer is Keras', and not the user's."""
     of_keras = type(layer).__module__.startswith("keras.src.layers.")
     return of_keras and not isinstance(layer, keras.layers.Lambda)
+
+
+def has_own_layers(model: keras.Model) -> bool:
+    """Returns whether a model has layers, a `call` or activations of the user's own."""
+    for layer in layers_of(model):
+        # Keras' models call their layers in order.
+        only_holds = isinstance(layer, keras.Model) and is_of_keras(type(layer).call)
+        if has_own_activation(layer) or not (only_holds or _is_layer_of_keras(layer)):
+            return True
+    return False
 
 
 def _given_weights(layer: Any) -> list[Any]:

@@ -65,7 +65,9 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
         losses.note_reduction(values)
         replica_slice = partial()
         # `_loss_of_all_rows` makes a loss of one number the loss of the global batch.
-        if replica_slice is None or one_number or not _is_by_rows(replica_slice, values):
+        if replica_slice is None or one_number:
+            return loss
+        if not (_is_by_rows(replica_slice, values) and weigh_rows(replica_slice, sample_weight)):
             return loss
         same_rank = loss_module.squeeze_or_expand_to_same_rank
         part = losses.scaled_to_global(
@@ -105,6 +107,21 @@ def have_rows(*values: Any) -> bool:
     return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
 
 
+def weigh_rows(replica_slice: ReplicaSlice, weights: Any) -> bool:
+    """Returns whether weights are right as they are for the values of this replica's rows."""
+    kinds = {row_labels.label_of(leaf).kind for leaf in tf.nest.flatten(weights)}
+    is_known = global_values.are_known(replica_slice)
+    return weights is None or not is_known or kinds <= {Kind.ROWS, Kind.ALIKE, Kind.LOCAL}
+
+
+def note_trusted(replica_slice: ReplicaSlice, *values: Any) -> None:
+    """Notes values that are not understood, and are taken for values of this replica's rows."""
+    tensors = [v for v in tf.nest.flatten(values) if isinstance(v, tf.Tensor)]
+    for label in map(row_labels.label_of, tensors):
+        if label.kind is Kind.LOCAL and global_values.are_known(replica_slice):
+            replica_slice.note_trusted(label.reason)
+
+
 def _loss_of_all_rows(
     original: Callable[..., Any],
     replica_slice: ReplicaSlice,
@@ -125,7 +142,8 @@ def _loss_of_all_rows(
     rank = y_pred.shape.rank if isinstance(y_pred, tf.Tensor) else None
     is_keras = is_of_keras(getattr(loss, "fn", type(loss))) and not is_along_rows(loss, rank)
     if global_values.are_known(replica_slice):
-        with by_rows.set_to(is_keras and have_rows(y_true, y_pred)):
+        are_rows = have_rows(y_true, y_pred) and weigh_rows(replica_slice, sample_weight)
+        with by_rows.set_to(is_keras and are_rows):
             value = compute(y_true, y_pred, sample_weight)
         kind = row_labels.label_of(value).kind
         # The user's code reduces these values later. That result becomes global by itself.
@@ -141,6 +159,7 @@ def _loss_of_all_rows(
     # A `__call__` of the user's own may compute something else from the reduced values.
     is_reduced_last = calls.reduced and type(loss).__call__ is keras.losses.Loss.__call__
     if has_values and (is_keras or (calls.by_rows and is_reduced_last)):
+        note_trusted(replica_slice, y_true, y_pred)
         with by_rows.set_to(True):
             return compute(y_true, y_pred, sample_weight)
     return losses.from_all_rows(replica_slice, compute, y_true, y_pred, sample_weight, ATTACHED)

@@ -6,6 +6,9 @@ of the global batch and counted once. Where `row_labels` do not tell how the val
 function depend on the rows, the function gets the rows of all replicas, and replica 0 alone counts
 the result.
 
+Keras' other metrics, such as AUC, add up values that they compute from rows. Where a step gives
+them anything but rows, each replica's new state is computed as that of a metric of the user's own.
+
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | metrics of one number per batch | `MeanMetricWrapper._fn`, `_fn_kwargs`, `_keras_mask` of a tensor, and `Mean.update_state` | none | a metric can be told what it is computed from |
@@ -21,18 +24,63 @@ import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
 from tfmulti.distribution import global_values, losses, row_labels
-from tfmulti.distribution.replica_slice import ReplicaSlice, computing
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
-from tfmulti.keras_patches.losses import ATTACHED, by_rows, have_rows
+from tfmulti.keras_patches.losses import ATTACHED, by_rows, have_rows, note_trusted, weigh_rows
 from tfmulti.keras_patches.model_structure import is_along_rows
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 
 def install() -> None:
-    """Patches `update_state` of Keras' metrics that add up values or the mean of values."""
+    """Patches `update_state` of Keras' metrics."""
+    for name in dir(keras.metrics):
+        metric = getattr(keras.metrics, name)
+        is_metric = isinstance(metric, type) and metric is not keras.metrics.Metric
+        # Those of one value are made of Mean or Sum, which have a patch of their own.
+        is_of_one = is_metric and issubclass(metric, (keras.metrics.Mean, keras.metrics.Sum))
+        if is_metric and not is_of_one and "update_state" in vars(metric):
+            replace(metric, "update_state", in_replica_slice(_metric_of_rows))
     replace(keras.metrics.MeanMetricWrapper, "update_state", in_replica_slice(_metric_of_all_rows))
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
         replace(metric, "update_state", in_replica_slice(_part_of_mean))
+
+
+# Whether this thread updates a metric of Keras by values of this replica's rows alone, or by its
+# part of other values. The metric then adds that to this replica's part of the state.
+_adds_parts = PerThread(False)
+
+
+def _metric_of_rows(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
+) -> Any:
+    """Updates a metric that adds up what it computes from rows, for `update_state`."""
+    _, *values = tf.nest.flatten((args, kwargs))
+    kinds = {row_labels.label_of(value).kind for value in values if value is not None}
+    have_rows = not global_values.are_known(replica_slice) or kinds <= {Kind.ROWS, Kind.LOCAL}
+    note_trusted(replica_slice, *values)
+    with _adds_parts.set_to(_adds_parts.get() or have_rows):
+        return original(*args, **kwargs)
+
+
+def part_of_state(replica_slice: ReplicaSlice, variable: Any, value: Any) -> Any:
+    """Returns what a replica assigns to a variable of a metric, as its part of the whole state.
+
+    A replica without rows computes one row that does not count. Its part must stay as it was, but
+    for a value that does not depend on that row, such as the zeros of `reset_state`.
+
+    Args:
+        replica_slice: the replica's slice.
+        variable: the metric's Keras variable.
+        value: the value that the metric's code assigns.
+    """
+    kind = row_labels.label_of(value).kind
+    adds_parts = _adds_parts.get()
+    if not adds_parts:
+        value = global_values.part_of_sum(replica_slice, value)
+    if adds_parts or kind in (Kind.ROWS, Kind.MIXED, Kind.LOCAL):
+        has_rows = replica_slice.own_rows > 0
+        return tf.where(has_rows, tf.cast(value, variable.dtype), variable.value)
+    return value
 
 
 def _metric_of_all_rows(
@@ -56,6 +104,7 @@ def _metric_of_all_rows(
     )
     trusted = is_keras and (unknown or have_rows(y_true, y_pred))
     if kind is Kind.ROWS or (trusted and not one_number):
+        note_trusted(replica_slice, y_true, y_pred)
         with by_rows.set_to(True):
             return original(metric, y_true, y_pred, sample_weight)
     if not unknown:
@@ -84,7 +133,9 @@ def _part_of_mean(
     sample_weight: Any = None,
 ) -> Any:
     """Updates a metric that keeps a sum of values or their mean, for `update_state`."""
-    return original(metric, *_counted_once(replica_slice, values, sample_weight))
+    values, sample_weight = _counted_once(replica_slice, values, sample_weight)
+    with _adds_parts.set_to(True):
+        return original(metric, values, sample_weight)
 
 
 def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tuple[Any, Any]:
@@ -95,13 +146,13 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     """
     tensor = tf.convert_to_tensor(values)
     if by_rows.get() and tensor.shape.rank != 0:
-        return values, weight
+        return values, _weight_of_rows(replica_slice, weight)
     if not global_values.are_known(replica_slice):
         return values, replica_slice.weight if tensor.shape.rank == 0 and weight is None else weight
     kind = row_labels.label_of(tensor).kind
     global_values.note_unknown(replica_slice, tensor)
     if kind is Kind.ROWS or (kind is Kind.LOCAL and tensor.shape.rank != 0):
-        return values, weight
+        return values, _weight_of_rows(replica_slice, weight)
     weight_kind = Kind.ALIKE if weight is None else row_labels.label_of(weight).kind
     # The weight's dependence on the rows may be unknown, as for the rows of a ragged tensor.
     if weight_kind is Kind.LOCAL:
@@ -125,3 +176,12 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     global_weight = global_values.of_one_device(replica_slice, weight)
     own_part = tf.cast(global_weight, replica_slice.weight.dtype) * replica_slice.weight
     return global_values.of_one_device(replica_slice, tensor), own_part
+
+
+def _weight_of_rows(replica_slice: ReplicaSlice, weight: Any) -> Any:
+    """Returns the weights of this replica's rows, or the one weight of all rows, of one device."""
+    if weigh_rows(replica_slice, weight):
+        return weight
+    if weight.shape.rank == 0:
+        return global_values.of_one_device(replica_slice, weight)
+    return global_values.own_rows(replica_slice, weight)

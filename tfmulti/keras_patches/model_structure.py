@@ -25,8 +25,8 @@ from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.keras_patches.patching import is_of_keras
 
 
-def build_from_specs(model: keras.Model, specs: Any) -> None:
-    """Builds layers, losses, metrics and optimizer from the shapes and dtypes of one batch.
+def build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) -> None:
+    """Builds layers, losses, metrics and maybe the optimizer from the shapes and dtypes of one batch.
 
     Keras does this in `fit` from a real batch, in `_maybe_symbolic_build`, which fails on a tuple
     of PerReplica values. Call this function inside the strategy's scope, on every worker.
@@ -34,8 +34,15 @@ def build_from_specs(model: keras.Model, specs: Any) -> None:
     Args:
         model: the compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
+        with_optimizer: whether to build the compiled optimizer for all trainable weights.
     """
-    model._symbolic_build(data_batch=specs)
+    optimizer = model.optimizer
+    try:
+        if not with_optimizer:
+            model.optimizer = None
+        model._symbolic_build(data_batch=specs)
+    finally:
+        model.optimizer = optimizer
 
 
 def last_operations(model: keras.Model) -> list[Any] | None:

@@ -2,7 +2,7 @@
 
 | what | name | upstream | can go when |
 |---|---|---|---|
-| `float(variable)` | public: `keras.Variable.__float__`, `__int__`, `__array__` | none | they read a mirrored variable |
+| `float(variable)` | `DistributedVariable.__float__`, `__int__`, `__array__` | none | it has them, as TensorFlow's other variables do |
 | variables | `Variable._value`, `Variable._initialize` | none | a Keras variable can be given another `tf.Variable` |
 | `attributes_of` | `Operation._inbound_nodes`, `_outbound_nodes`, and `_self_…` of TensorFlow's tracking | none | never: a search for variables looks at all attributes |
 | strategies | `Trainer._distribute_strategy`, `TFOptimizer._distribution_strategy`, `_var_key` | none | models and optimizers can change their strategy |
@@ -14,31 +14,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
-
-from tfmulti.keras_patches.patching import replace
+from tensorflow.python.distribute.values import DistributedVariable
 
 
 def install() -> None:
-    """Makes `float`, `int` and `numpy.asarray` read mirrored Keras variables."""
-    for name in ("__float__", "__int__", "__array__"):
-        replace(keras.Variable, name, _of_one_copy)
+    """Makes `float`, `int` and `numpy.asarray` read a variable that has a copy on each replica.
 
-
-def _of_one_copy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a conversion method of `keras.Variable` that reads mirrored variables, too.
-
-    Keras converts the variable's value, but TensorFlow's mirrored variables have no conversion to
-    a number. Outside a step, for example in a callback, the copies of all replicas are the same.
+    Keras' variables pass these calls on to TensorFlow's.
     """
+    conversions: dict[str, Callable[..., Any]] = {
+        "__float__": float,
+        "__int__": int,
+        "__array__": np.asarray,
+    }
+    for name, convert in conversions.items():
+        if not hasattr(DistributedVariable, name):
+            setattr(DistributedVariable, name, _of_one_copy(convert))
 
-    def converted(self: Any, *args: Any) -> Any:
-        value = self.value
-        if isinstance(value, tf.distribute.DistributedValues) and tf.executing_eagerly():
-            return getattr(value.numpy(), original.__name__)(*args)
-        return original(self, *args)
 
-    return converted
+def _of_one_copy(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a conversion method for variables with copies.
+
+    Outside a step, for example in a callback, the copies of all replicas are the same.
+    """
+    return lambda variable, *args: convert(variable.numpy(), *args)
 
 
 def tf_variable_of(variable: Any) -> Any:

@@ -453,6 +453,22 @@ def warnings_of_values_that_are_not_understood(case: str) -> Any:
     return [told, verification and verification.verdict]
 
 
+def warnings_of_an_evaluation(layer: str) -> list[str]:
+    """Returns the warnings of `evaluate` with a layer that is "understood" or not."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        function = _passed_on if layer == "not understood" else keras.ops.tanh
+        outputs = keras.layers.Dense(1, "sigmoid")(keras.layers.Lambda(function)(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse", metrics=[keras.metrics.AUC()])
+    prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.evaluate(X[:18], Y[:18, None] > 0, batch_size=18, verbose=0)
+    return [str(w.message) for w in caught if "it is not known whether" in str(w.message)]
+
+
 def verified_biases_before_batch_normalization() -> Any:
     """The gradients of these biases are only rounding errors, which Adam scales to whole steps."""
 

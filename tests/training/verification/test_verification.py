@@ -116,6 +116,16 @@ def test_values_that_are_not_understood_are_told_once(results: list[Any], case: 
     assert all(words in told[0] for words in WARNINGS[case])
 
 
+@behaviour(verification.warnings_of_an_evaluation, at=[TWO_REPLICAS])
+@pytest.mark.parametrize("case", ["understood", "not understood"])
+def test_an_evaluation_with_a_layer_that_is_not_understood_warns(
+    results: list[Any], case: str
+) -> None:
+    [told] = results
+    assert len(told) == (case == "not understood")
+    assert all("values of the test_step" in message for message in told)
+
+
 @behaviour(
     verification.verified_biases_before_batch_normalization, at=few(TWO_REPLICAS, of=SEVERAL)
 )

@@ -371,9 +371,15 @@ def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps:
 
 
 def as_floats(logs: Logs) -> Logs:
-    """Returns logs with scalars as floats and arrays as lists."""
-    arrays = {name: np.asarray(value) for name, value in logs.items()}
-    return {name: float(a) if a.ndim == 0 else a.tolist() for name, a in arrays.items()}
+    """Returns logs with scalars as floats and arrays as lists. None and texts stay, as in Keras."""
+
+    def as_float(value: Any) -> Any:
+        array = np.asarray(value)
+        if array.dtype == object:
+            return value if value is None else array
+        return float(array) if array.ndim == 0 else array.tolist()
+
+    return {name: as_float(value) for name, value in logs.items()}
 
 
 def concatenated(*parts: Any) -> Any:

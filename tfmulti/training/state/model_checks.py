@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def check_rows_are_free(model: keras.Model) -> None:
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the compiled optimizer, and those that the model holds for its own train_step.
 
-    The model may hold them as attributes, in lists and dicts of attributes, or in sub-models.
+    The model may hold them as attributes, in lists and dicts of attributes, or in its layers.
     """
     optimizers: list[keras.optimizers.Optimizer] = []
     visited: set[int] = set()
@@ -103,7 +103,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
             inner = list(value.values())
         elif isinstance(value, (list, tuple)):
             inner = list(value)
-        elif isinstance(value, keras.Model):
+        elif isinstance(value, keras.layers.Layer):
             inner = [getattr(value, "optimizer", None), *vars(value).values()]
         for item in inner:
             search(item)
@@ -137,9 +137,14 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             layer is stateful and there are several replicas.
     """
     _build_by_own_step(model, specs)
+    several = model.distribute_strategy.num_replicas_in_sync > 1
+    # A step of the user's own may update by each optimizer some of the weights. Keras would build
+    # the compiled optimizer for all weights.
+    is_own = type(model).train_step is not keras.Model.train_step
+    by_trace = is_own and (several or optimizers or len(optimizers_of(model)) > 1)
     try:
         with model.distribute_strategy.scope():
-            build_from_specs(model, specs)
+            build_from_specs(model, specs, with_optimizer=not by_trace)
     except Exception as error:
         if "Mixing different tf.distribute.Strategy" in str(error):
             raise ModelError(
@@ -150,8 +155,10 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
-    if optimizers or model.distribute_strategy.num_replicas_in_sync > 1:
+    if several or optimizers or by_trace:
         build_optimizers(model, specs)
+    if several:
+        _build_metrics(model, specs)
     check_scope(model)
     check_rows_are_free(model)
 
@@ -221,14 +228,16 @@ def build_optimizers(model: keras.Model, specs: Any) -> None:
         for optimizer in unbuilt:
             if variables_of.get(optimizer) is not None:
                 optimizer.build(list(variables_of[optimizer]))
+            elif optimizer is model.optimizer and optimizer not in variables_of:
+                # The trace has failed before. Keras gives all weights to this optimizer.
+                optimizer.build(model.trainable_variables)
 
 
 def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
     """Traces the train_step without side effects, and returns the variables of each optimizer.
 
     The value is None for an optimizer that the step does not use. If the step fails, the optimizers
-    that it would have used later are missing. Layers that the trace builds get their variables in
-    the scope. No optimizer builds itself. The result is stored in
+    that it would have used later are missing. No optimizer builds itself. The result is stored in
     `TracedStep.optimizer_variables`.
     """
     variables_of: dict[Any, Any] = {}
@@ -240,18 +249,38 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
 
     for optimizer in optimizers_of(model):
         take_reduced_gradients(optimizer, lambda gradients, _: list(gradients), note)
+    if _built_by_trace(model, model.train_step, specs):
+        variables_of |= dict.fromkeys(o for o in optimizers_of(model) if o not in variables_of)
+    return variables_of
+
+
+def _build_metrics(model: keras.Model, specs: Any) -> None:
+    """Builds, in the scope, the metrics that only a test_step of the user's own builds.
+
+    A metric that a replica's step builds would have variables of which that step knows nothing.
+    """
+    is_own = type(model).test_step is not keras.Model.test_step
+    if is_own and model.test_function is None and not all(m.variables for m in model.metrics):
+        _built_by_trace(model, model.test_step, specs)
+
+
+def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) -> bool:
+    """Traces a step of a model without side effects, and returns whether the step did not fail.
+
+    Layers and metrics that the trace builds get their variables in the strategy's scope. An error
+    of the step is raised again when the step itself is traced.
+    """
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
+    succeeded = False
     # Inside the strategy's scope a gradient tape does not accept variables of all replicas.
-    outside = relocation.without_strategy(None)
-    # An error of the step is raised again when the step itself is traced.
-    with outside, contextlib.suppress(Exception):
-        tf.function(model.train_step).get_concrete_function(tf.nest.map_structure(_spec, specs))
-        variables_of |= dict.fromkeys(o for o in optimizers_of(model) if o not in variables_of)
+    with relocation.without_strategy(None), contextlib.suppress(Exception):
+        tf.function(step).get_concrete_function(tf.nest.map_structure(_spec, specs))
+        succeeded = True
     with model.distribute_strategy.scope():
-        # The scope makes the layers' variables when it ends.
+        # The scope makes the variables when it ends.
         without_effect.__exit__()
-    return variables_of
+    return succeeded
 
 
 def _spec(leaf: Any) -> Any:

@@ -8,7 +8,8 @@ optimizer, the gradients are summed over the replicas, weighted by rows
     gradient = Σ_r (n_r / n) · gradient_r
 
 This is the gradient of the mean over the global batch. A replica without rows computes one row that
-does not count, because layers need at least one. Its weight is 0, and its metrics are restored.
+does not count, because layers need at least one. Its weight is 0, and its parts of metrics
+stay as they were.
 """
 
 from __future__ import annotations
@@ -147,15 +148,17 @@ def make_step(
     strategy = model.distribute_strategy
     placement, state = placement_of(strategy), state_of(model)
     passes = state.options.microbatches if training else 1
+    has_labels = placement.replicas > 1 and not model.run_eagerly
     step = step_of(model, "train_step" if training else "test_step")
     if training:
         step = xla.xla_compiled(model, step)
 
     def compute(data: Any, replica_slice: ReplicaSlice) -> Any:
-        # Where the number of rows is known when the step is traced, every replica has rows.
+        # Where the number of rows is known when the step is traced, every replica has rows. Where
+        # labels are used, `keras_patches.metrics` keeps the old part at each assignment.
         has_rows = replica_slice.read_rows is not None and not model.run_eagerly
-        has_rows = has_rows or replica_slice.is_whole
-        variables = [] if has_rows else replica_context.metric_variables(model)
+        must_restore = not (has_labels or has_rows or replica_slice.is_whole)
+        variables = replica_context.metric_variables(model) if must_restore else []
         before = [tf.identity(v.value) for v in variables]
         if not replica_slice.is_whole:
             row_labels.begin(data, all_metric_variables(model))
@@ -170,8 +173,6 @@ def make_step(
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
         return results
 
-    has_labels = placement.replicas > 1 and not model.run_eagerly
-
     def replica_step(batch: WorkerBatch, states: dict[int, str]) -> Any:
         batch = batch.of_any_rows() if has_labels else batch
         local = replica_context.local_index(placement.local_replicas)
@@ -180,6 +181,8 @@ def make_step(
             states=states,
             note_gather=lambda: setattr(state.traced, "gathers", True),
         )
+        if not training and layers.has_own_layers(model):
+            replica_slice = replica_slice._replace(note_trusted=replica_slice.note_unknown)
         with collectives.serving("step", placement):
             if passes == 1:
                 results = compute(batch.data[local], replica_slice)

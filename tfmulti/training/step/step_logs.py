@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import global_values
 from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.errors import ModelError
 
 Logs = dict[str, tf.Tensor]
 
@@ -39,6 +40,7 @@ class StepLogs:
 
     Attributes:
         results: for each log that is the result of a metric, that result, by the log's name.
+        constants: for each log that is None or a text, that value, by the log's name.
         overrides: whether the logs of an epoch are the metrics' results. Keras does this if a step
             returns logs with exactly the metrics' names.
     """
@@ -51,6 +53,7 @@ class StepLogs:
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
         self.results: dict[str, _Result] = {}
+        self.constants: dict[str, Any] = {}
         self.overrides = False
 
     @contextlib.contextmanager
@@ -105,7 +108,10 @@ class StepLogs:
 
         Call it inside `recorded`, before the metrics change again. A metric's result is replaced by
         0, since `final` computes it. The mean over the replicas, by rows, of any other log is the
-        value of one device.
+        value of one device. None and texts are kept for `final`.
+
+        Raises:
+            ModelError: a log is a text that the step computes from its inputs.
         """
         self.overrides = isinstance(logs, Mapping) and set(logs) == set(
             self._model.get_metrics_result()
@@ -113,7 +119,10 @@ class StepLogs:
         by_name = {}
         for name, value in flattened(logs).items():
             result = self._result_of(value)
-            if result is None:
+            self.constants.pop(name, None)
+            if value is None or tf.convert_to_tensor(value).dtype == tf.string:
+                self.constants[name] = _constant(name, value)
+            elif result is None:
                 self.results.pop(name, None)
                 by_name[name] = global_values.averaged(replica_slice, tf.convert_to_tensor(value))
             else:
@@ -149,11 +158,22 @@ class StepLogs:
             # A metric may return its variable, which has the summed state only inside this call.
             return tf.convert_to_tensor(values if result.key is None else values[result.key])
 
-        logs = {name: value(name) for name in means}
+        logs = {name: value(name) for name in means} | self.constants
         if self.overrides and set(self.results) != set(logs):
             results = flattened(self._model.get_metrics_result())
             return logs, {name: tf.convert_to_tensor(v) for name, v in results.items()}
         return logs, logs
+
+
+def _constant(name: str, value: Any) -> Any:
+    """Returns a log that is None or a text, which must be the same in each step."""
+    constant = None if value is None else tf.get_static_value(tf.convert_to_tensor(value))
+    if constant is None and value is not None:
+        raise ModelError(
+            f"the log {name!r} is a text that the step computes. Replicas can only return numbers "
+            "and constant texts, so return a number."
+        )
+    return constant
 
 
 def flattened(logs: Any) -> dict[str, Any]:

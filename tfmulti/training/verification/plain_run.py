@@ -148,9 +148,9 @@ class PlainRun:
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
-    """Returns the innermost names and the values of a step's logs, in Keras' order of the names.
+    """Returns the innermost names and numbers of a step's logs, in Keras' order of the names.
 
-    Of two values with one name the last one is the log.
+    Of two values with one name the last one is the log. Texts are left out.
     """
     if isinstance(logs, Mapping):
         return [
@@ -158,7 +158,8 @@ def flat(logs: Any) -> list[tuple[str, Any]]:
             for name, entry in sorted(logs.items())
             for inner, value in flat(entry)
         ]
-    return [("", logs)] if isinstance(logs, (tf.Tensor, np.generic, float, int)) else []
+    is_number = isinstance(logs, (tf.Tensor, np.generic, float, int))
+    return [("", logs)] if is_number and getattr(logs, "dtype", None) != tf.string else []
 
 
 # Objects, each with its attributes that are numbers or texts.

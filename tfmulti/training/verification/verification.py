@@ -29,6 +29,7 @@ from tfmulti.training.input.feed import DataArguments, SourceFeed, make_feed
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.replay import Trial
 from tfmulti.training.loop import same_data
+from tfmulti.training.loop.data_faults import data_faults_explained
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import is_prepared, state_of
 from tfmulti.training.verification import comparison
@@ -120,7 +121,7 @@ def before_training(
     if trial is None:
         # An example cannot be read. The training tells which one it is, and on which worker.
         return
-    with contextlib.closing(trial):
+    with contextlib.closing(trial), data_faults_explained(feed):
         if trial.batches:
             state.verification = check(model, trial, required=bool(state.options.verify))
             model.train_function.is_verified = True
@@ -207,7 +208,7 @@ def verify(
     if reason is not None:
         return Verification(verdict="skipped", reason=reason)
     trial = Trial(feed, steps, steps, is_long_enough=feed.data.holds(steps))
-    with contextlib.closing(trial):
+    with contextlib.closing(trial), data_faults_explained(feed):
         if not trial.batches:
             raise DataError("the data has no batches. Give a Dataset that yields at least one.")
         result = state_of(model).verification = check(model, trial, required=True)
