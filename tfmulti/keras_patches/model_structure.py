@@ -26,7 +26,7 @@ from tfmulti.keras_patches.patching import is_of_keras
 
 
 def build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) -> None:
-    """Builds layers, losses, metrics and maybe the optimizer from the shapes and dtypes of one batch.
+    """Builds layers, losses, metrics and maybe the optimizer from the specs of one batch.
 
     Keras does this in `fit` from a real batch, in `_maybe_symbolic_build`, which fails on a tuple
     of PerReplica values. Call this function inside the strategy's scope, on every worker.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -111,3 +114,25 @@ def test_a_variable_of_another_strategy_is_refused_with_the_two_lines_to_write()
     words = r"'strategy = tfmulti.make_strategy\(\)' once, and 'with strategy.scope\(\):' around"
     with pytest.raises(ModelError, match=words):
         relocation._check_plain([variable])
+
+
+OWN_STRATEGY = """
+import sys
+import keras, numpy as np, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+from tfmulti import prepare
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if sys.argv[1] == "made" else None
+for _ in range(2):
+    model = prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]))
+    model.compile("sgd", "mse")
+    model.fit(np.zeros((8, 3)), np.zeros((8, 2)), verbose=0)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["made", "none"])
+def test_a_strategy_of_the_users_own_that_is_not_used_warns_once(strategy: str) -> None:
+    argv = [sys.executable, "-c", OWN_STRATEGY, strategy]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    words = "on one device, although this process has made a MirroredStrategy of 2 replicas"
+    assert done.stderr.count(words) == (strategy == "made")

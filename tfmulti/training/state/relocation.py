@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -391,6 +393,26 @@ def enter(model: keras.Model) -> None:
                 "strategy, so each worker would train alone. Call 'strategy = "
                 "tfmulti.make_strategy()' first, before any other TensorFlow operation."
             )
+        _warn_of_unused_strategy()
+
+
+@functools.cache
+def _warn_of_unused_strategy() -> None:
+    """Warns once if this process has made a strategy of TensorFlow by itself, for other models.
+
+    TensorFlow keeps no list of strategies, so this looks at all objects of the process.
+    """
+    # Objects that stand for others, such as mocks, may say that they are of any class.
+    strategies_made = (o for o in gc.get_objects() if issubclass(type(o), tf.distribute.Strategy))
+    for strategy in strategies_made:
+        if strategy.num_replicas_in_sync > 1:
+            warnings.warn(
+                f"the model trains on one device, although this process has made a "
+                f"{type(strategy).__name__} of {strategy.num_replicas_in_sync} replicas. "
+                f"{SCOPE_ADVICE}",
+                stacklevel=4,
+            )
+            return
 
 
 def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
