@@ -32,7 +32,8 @@ from tfmulti.run.models.resnet import resnet20
 from tfmulti.run.models.transformer import text_classifier
 
 name, rows, replicas, workers, passes = sys.argv[1], *map(int, sys.argv[2:])
-rng, n = np.random.default_rng(0), rows * replicas * workers * 4
+# The peak of a step depends on the order of its operations, so several steps are measured.
+rng, n = np.random.default_rng(0), rows * replicas * workers * 8
 strategy = None
 if workers > 1:
     strategy = tfmulti.make_strategy()
