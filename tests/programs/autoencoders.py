@@ -265,7 +265,10 @@ def normalizing_flow() -> Made:
     )
 
 
-@program("keras-io: Convolutional autoencoder for image denoising")
+@program(
+    "keras-io: Convolutional autoencoder for image denoising",
+    "keras-io: Timeseries anomaly detection using an Autoencoder",
+)
 def denoising_autoencoder() -> Made:
     """Noise drawn by a layer, images as targets, Adam."""
     model = keras.Sequential(

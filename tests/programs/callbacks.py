@@ -25,7 +25,12 @@ def _with(*callbacks: Any, epochs: int = 4, **more: Any) -> Made:
     )
 
 
-@program("keras-io: Imbalanced classification", "keras-io: Timeseries classification from scratch")
+@program(
+    "keras-io: Imbalanced classification: credit card fraud detection",
+    "keras-io: Timeseries classification from scratch",
+    "keras-io: Timeseries classification with a Transformer model",
+    "keras-io: Image classification with modern MLP models",
+)
 def stopping_and_plateaus() -> Made:
     """EarlyStopping that restores the best weights, and ReduceLROnPlateau."""
     return _with(
@@ -34,7 +39,12 @@ def stopping_and_plateaus() -> Made:
     )
 
 
-@program("Keras guide: Writing your own callbacks", "keras-io: Captcha")
+@program(
+    "Keras guide: Writing your own callbacks",
+    "keras-io: Captcha",
+    "keras-io: MultipleChoice Task with Transfer Learning",
+    "keras-io: Video Classification with Transformers",
+)
 def best_weights_in_a_file() -> Made:
     """ModelCheckpoint of the best weights, loaded after training; LearningRateScheduler."""
     folder = Path(tempfile.mkdtemp())
@@ -98,7 +108,11 @@ class Watcher(keras.callbacks.Callback):
         logs["own"] = self.seen[-1]
 
 
-@program("keras-io: Image Super-Resolution", "keras-io: Text generation with a miniature GPT")
+@program(
+    "keras-io: Image Super-Resolution",
+    "keras-io: Text generation with a miniature GPT",
+    "keras-io: GPT text generation from scratch with KerasNLP",
+)
 def predictions_in_a_callback() -> Made:
     """A callback that reads the logs of batches, calls predict, evaluate and the model itself."""
     watcher = Watcher()

@@ -236,7 +236,7 @@ def _contrastive(y_true: Any, y_pred: Any) -> Any:
     return ops.mean((1 - y_true) * near + y_true * far)
 
 
-@program("keras-io: Image similarity estimation using a Siamese Network with contrastive loss")
+@program("keras-io: Image similarity estimation using a Siamese Network with a contrastive loss")
 def siamese_with_a_loss_function_of_one_number() -> Made:
     """A shared network on two inputs, BatchNormalization of distances, a loss of one number."""
     network = _embedding(layers.BatchNormalization())

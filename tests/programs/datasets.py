@@ -100,7 +100,10 @@ class Batches(keras.utils.PyDataset):
         self.starts = self.starts[::-1]
 
 
-@program("Keras guide: Training & evaluation with the built-in methods")
+@program(
+    "Keras guide: Training & evaluation with the built-in methods",
+    "keras-io: Keypoint Detection with Transfer Learning",
+)
 def pydataset_that_changes() -> Made:
     """A PyDataset of batches of unequal sizes whose order changes at the end of an epoch."""
     return _on(Batches())
@@ -139,7 +142,12 @@ def windows_of_a_series() -> Made:
     return Made(model, {"optimizer": sgd(0.01), "loss": "mse"}, fit(data, validation_data=data))
 
 
-@program("keras-io: Graph neural networks", "TensorFlow guide: tf.data", apart=COUNTS_TOO_MANY)
+@program(
+    "keras-io: Graph neural networks",
+    "TensorFlow guide: tf.data",
+    "keras-io: Traffic forecasting using graph neural networks and LSTM",
+    apart=COUNTS_TOO_MANY,
+)
 def joined_and_flattened_datasets() -> Made:
     """concatenate, zip, flat_map and filter."""
     first = tf.data.Dataset.zip((ROWS(X), ROWS(Y))).filter(lambda x, y: y > 0)
@@ -147,7 +155,11 @@ def joined_and_flattened_datasets() -> Made:
     return _on(first.concatenate(second).batch(8))
 
 
-@program("keras-io: Consistency training", "TensorFlow tutorial: data augmentation")
+@program(
+    "keras-io: Consistency training",
+    "TensorFlow tutorial: data augmentation",
+    "keras-io: CutMix data augmentation for image classification",
+)
 def augmented_by_seeds_in_map() -> Made:
     """Map with stateless draws from a counter of seeds."""
     seeds = tf.data.Dataset.counter()

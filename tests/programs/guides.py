@@ -51,7 +51,7 @@ class AllMetrics(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program(CUSTOM_FIT, "keras-io: ShiftViT")
+@program(CUSTOM_FIT, "keras-io: A Vision Transformer without Attention")
 def logs_of_all_metrics() -> Made:
     """A train_step that returns the result of every metric by its name, a dict among them."""
     return Made(
@@ -357,7 +357,7 @@ def several_inputs_and_outputs_by_name() -> Made:
     )
 
 
-@program(BUILT_IN, "keras-io: Imbalanced classification")
+@program(BUILT_IN, "keras-io: Imbalanced classification: credit card fraud detection")
 def class_weights_and_validation_split() -> Made:
     """Class weights with arrays, and a validation split."""
     return Made(
@@ -385,7 +385,11 @@ def weights_of_rows_in_a_dataset() -> Made:
     )
 
 
-@program("Keras guide: Transfer learning & fine-tuning")
+@program(
+    "Keras guide: Transfer learning & fine-tuning",
+    "keras-io: Image Classification using BigTransfer (BiT)",
+    "keras-io: FixRes: Fixing train-test resolution discrepancy",
+)
 def frozen_then_fine_tuned() -> Made:
     """A frozen base with BatchNormalization in inference mode; then unfrozen and compiled again."""
     inner = keras.Input((4,))
@@ -474,7 +478,12 @@ class Subclassed(keras.Model):
         return sum(block(mixed, training=training) for block in self.blocks)
 
 
-@program(SUBCLASSING, "Keras guide: Transformers from scratch")
+@program(
+    SUBCLASSING,
+    "Keras guide: Transformers from scratch",
+    "keras-io: Writing Keras Models With TensorFlow NumPy",
+    "keras-io: Involutional neural networks",
+)
 def subclassed_and_not_built() -> Made:
     """A subclassed model whose layers are built by the first batch, with a seeded dropout."""
     return Made(
@@ -482,7 +491,13 @@ def subclassed_and_not_built() -> Made:
     )
 
 
-@program("Keras guide: Working with RNNs", "keras-io: Text classification from scratch")
+@program(
+    "Keras guide: Working with RNNs",
+    "keras-io: Text classification from scratch",
+    "keras-io: Character-level text generation with LSTM",
+    "keras-io: Sequence to sequence learning for performing number addition",
+    "keras-io: Bidirectional LSTM on IMDB",
+)
 def recurrent_with_masks() -> Made:
     """Masked tokens through a bidirectional LSTM, one target for each token."""
     inputs = keras.Input((7,), dtype="int32")

@@ -246,7 +246,11 @@ def keras_sequence_layers() -> Made:
 
 
 # The weights are sums of hundreds of terms. Rounding changed one of them by 4e-6 of the largest.
-@program("keras.layers: convolution, pooling, reshaping", tolerance=1e-5)
+@program(
+    "keras.layers: convolution, pooling, reshaping",
+    "keras-io: Next-Frame Video Prediction with Convolutional LSTMs",
+    tolerance=1e-5,
+)
 def keras_layers_of_several_dimensions() -> Made:
     """One branch for each of Keras' layers that come for one, two and three dimensions."""
     return _branches(IN_SEVERAL_DIMENSIONS)

@@ -153,7 +153,11 @@ def codebook_that_moves() -> Made:
     return _with(MovingCodes())
 
 
-@program("keras-io: Stylized GANs", "Keras: SpectralNormalization")
+@program(
+    "keras-io: Stylized GANs",
+    "Keras: SpectralNormalization",
+    "keras-io: Customizing the convolution operation of a Conv2D layer",
+)
 def spectral_normalization() -> Made:
     """A weight divided by its norm, which a layer estimates with vectors that it keeps."""
     return _with(layers.SpectralNormalization(layers.Dense(4)))
@@ -192,7 +196,11 @@ class StochasticDepth(layers.Layer):
         return x / (1 - self.rate) * ops.floor(1 - self.rate + draw)
 
 
-@program("keras-io: Compact Convolutional Transformers", "keras-io: ShiftViT")
+@program(
+    "keras-io: Compact Convolutional Transformers",
+    "keras-io: A Vision Transformer without Attention",
+    "keras-io: Image classification with Swin Transformers",
+)
 def rows_dropped_at_random() -> Made:
     """Stochastic depth: whole rows dropped by draws of a SeedGenerator."""
     return _with(StochasticDepth(0.4), layers.GaussianDropout(0.2), layers.GaussianNoise(0.1))
@@ -216,7 +224,10 @@ def augmentation_inside_the_model() -> Made:
     return Made(model, {"optimizer": adam(), "loss": SPARSE}, fit(features(6, 6, 1), labels()))
 
 
-@program("keras-io: Structured data classification from scratch")
+@program(
+    "keras-io: Structured data classification from scratch",
+    "keras-io: Structured data classification with FeatureSpace",
+)
 def preprocessing_inside_the_model() -> Made:
     """Strings looked up and hashed, numbers normalized and put into bins, inside the model."""
     words = np.array(["a", "b", "c", "d"])[np.random.default_rng(5).integers(0, 4, (30, 1))]
@@ -260,7 +271,7 @@ class WeightedRows(layers.Layer):
 
 
 @program(
-    "keras-io: Classification using Attention-based Deep Multiple Instance Learning",
+    "keras-io: Classification using Attention-based Deep Multiple Instance Learning (MIL)",
 )
 def softmax_over_the_rows() -> Made:
     """A layer whose softmax runs over the rows of the batch by mistake or on purpose."""

@@ -48,7 +48,12 @@ def results_under_other_keys() -> Made:
     return Made(model, {"optimizer": sgd()}, fit(features(4), BINARY))
 
 
-@program("keras-io: Imbalanced classification", "TensorFlow tutorial: imbalanced data")
+@program(
+    "keras-io: Imbalanced classification: credit card fraud detection",
+    "TensorFlow tutorial: imbalanced data",
+    "keras-io: English speaker accent recognition using Transfer Learning",
+    "keras-io: Electroencephalogram Signal Classification for action identification",
+)
 def counts_and_areas() -> Made:
     """AUC, Precision, Recall, F1 and counts of a compiled model, weighted and not."""
     names = ["AUC", "Precision", "Recall", "TruePositives", "FalseNegatives"]
@@ -338,7 +343,10 @@ class Segmenter(keras.metrics.MeanIoU):
         return super().update_state(y_true, ops.argmax(y_pred, -1), sample_weight)
 
 
-@program("keras-io: Image segmentation with a U-Net-like architecture")
+@program(
+    "keras-io: Image segmentation with a U-Net-like architecture",
+    "keras-io: Multiclass semantic segmentation using DeepLabV3+",
+)
 def confusion_matrix_of_pixels() -> Made:
     """A MeanIoU of classes of pixels, a top-k accuracy and a cosine similarity."""
     x = features(3, 4)

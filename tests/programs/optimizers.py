@@ -73,7 +73,11 @@ class Warm(keras.optimizers.schedules.LearningRateSchedule):
         return 0.05 * ops.minimum(ops.rsqrt(step + 1), (step + 1) * 0.3)
 
 
-@program("keras-io: Automatic Speech Recognition with Transformer", "keras-io: ShiftViT")
+@program(
+    "keras-io: Automatic Speech Recognition with Transformer",
+    "keras-io: A Vision Transformer without Attention",
+    "keras-io: Image Classification using BigTransfer (BiT)",
+)
 def schedule_of_its_own() -> Made:
     """A LearningRateSchedule of its own, with warm-up."""
     return Made(classifier(), {"optimizer": sgd(Warm()), "loss": SPARSE}, fit(*DATA))

@@ -58,7 +58,11 @@ def several_steps_at_a_time() -> Made:
     return Made(classifier(layers.Dropout(0.2)), given, fit(X, Y, batch_size=7))
 
 
-@program("Keras guide: compile without a scope's help")
+@program(
+    "Keras guide: compile without a scope's help",
+    "keras-io: Learning to Resize in Computer Vision",
+    "keras-io: Image classification with EANet (External Attention Transformer)",
+)
 def logits_without_a_softmax() -> Made:
     """Logits with a loss that knows it, and label smoothing."""
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)

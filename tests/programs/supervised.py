@@ -9,7 +9,17 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.common import SPARSE, adam, batches, classifier, features, fit, labels, sgd
+from tests.programs.common import (
+    SPARSE,
+    adam,
+    batches,
+    classifier,
+    features,
+    fit,
+    images,
+    labels,
+    sgd,
+)
 from tests.programs.registry import Made, program
 
 
@@ -33,7 +43,7 @@ class Distiller(keras.Model):
         return self.student(x)
 
 
-@program("keras-io: Knowledge Distillation")
+@program("keras-io: Knowledge Distillation", "keras-io: Distilling Vision Transformers")
 def teacher_in_compute_loss() -> Made:
     """A compute_loss with two loss objects, a frozen teacher, and metrics of compile."""
     model = Distiller(classifier(final=None), classifier(layers.Dropout(0.5), final=None))
@@ -161,10 +171,77 @@ class WeightsOfTheBatch(Step):
         )
 
 
-@program("keras-io: Imbalanced classification", "focal weights normalized over the batch")
+@program(
+    "keras-io: Imbalanced classification: credit card fraud detection",
+    "focal weights normalized over the batch",
+)
 def weights_normalized_over_the_batch() -> Made:
     """Keras' losses with weights that the step divides by their largest or their sum."""
     return _step(WeightsOfTheBatch)
+
+
+class KeptContrast(keras.losses.Loss):
+    """How much the differences of neighbouring pixels change, for each pixel."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="none")
+        self.kernel = tf.constant([[[[-1.0]], [[1.0]]]])
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        before, after = (tf.nn.conv2d(v, self.kernel, 1, "SAME") for v in (y_true, y_pred))
+        return tf.square(before - after)
+
+
+class Brighter(keras.Model):
+    """Curves of images, learnt without targets."""
+
+    def compile(self, **options: Any) -> None:
+        super().compile(**options)
+        self.contrast = KeptContrast()
+        self.total = keras.metrics.Mean(name="total")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.total]
+
+    def parts_of(self, x: Any, training: bool) -> dict[str, Any]:
+        curves = self(x, training=training)
+        brighter = x + curves * (tf.square(x) - x)
+        sizes = tf.cast(tf.shape(curves), tf.float32)
+        steps = tf.reduce_sum(tf.square(curves[:, 1:] - curves[:, : tf.shape(curves)[1] - 1]))
+        exposure = tf.reduce_mean(tf.nn.avg_pool2d(brighter, 3, 3, "VALID"), 3)
+        return {
+            "smooth": steps / (sizes[2] * sizes[3]) / sizes[0],
+            "contrast": tf.reduce_mean(self.contrast(brighter, x)),
+            "exposure": tf.reduce_mean(tf.square(exposure - 0.6)),
+        }
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            parts = self.parts_of(data, training=True)
+            loss = sum(parts.values())
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.total.update_state(loss)
+        return {"total": self.total.result(), **parts}
+
+    def test_step(self, data: Any) -> Any:
+        self.total.update_state(sum(self.parts_of(data, training=False).values()))
+        return {"total": self.total.result()}
+
+
+@program("keras-io: Zero-DCE for low-light image enhancement")
+def losses_without_targets() -> Made:
+    """Losses of images alone: sums divided by shapes, pools, a Loss with a value for each pixel."""
+    inputs = keras.Input((6, 6, 1))
+    hidden = layers.Conv2D(4, 3, padding="same", activation="relu")(inputs)
+    curves = layers.Conv2D(1, 3, padding="same", activation="tanh")(hidden)
+    data = batches(images())
+    return Made(
+        Brighter(inputs, curves),
+        {"optimizer": adam()},
+        fit(data, validation_data=batches(images(rows=9))),
+    )
 
 
 class Root(Step):
@@ -499,7 +576,11 @@ def _r_squared(y_true: Any, y_pred: Any) -> Any:
     return 1 - rest / ops.sum(ops.square(y_true - ops.mean(y_true)))
 
 
-@program("keras-io: BASNet for segmentation", "Kaggle: dice loss")
+@program(
+    "keras-io: BASNet for segmentation",
+    "Kaggle: dice loss",
+    "keras-io: Low-light image enhancement using MIRNet",
+)
 def dice_loss_and_functions_as_metrics() -> Made:
     """A loss function of sums over the batch on a sigmoid; metrics that are functions."""
     x, y = features(4), (features(2) > 0).astype("float32")

@@ -51,7 +51,11 @@ class Attention(layers.Layer):
         return self.norm(x + self.drop(self.forward(attended + x)))
 
 
-@program("keras-io: Text classification with Transformer", "keras-io: Pretraining BERT")
+@program(
+    "keras-io: Text classification with Transformer",
+    "keras-io: Pretraining BERT",
+    "keras-io: Structured data learning with TabTransformer",
+)
 def text_classifier_with_positions() -> Made:
     """Embeddings of tokens and of positions, attention with dropout, pooling, Adam."""
     inputs = keras.Input((LENGTH,), dtype="int32")
@@ -79,7 +83,11 @@ def miniature_gpt() -> Made:
     )
 
 
-@program("keras-io: English-to-Spanish translation with a sequence-to-sequence Transformer")
+@program(
+    "keras-io: English-to-Spanish translation with a sequence-to-sequence Transformer",
+    "keras-io: Character-level recurrent sequence-to-sequence model",
+    "keras-io: English-to-Spanish translation with KerasNLP",
+)
 def translation_with_masks() -> Made:
     """Encoder and decoder by a dict of inputs, masks of padding, weights of tokens, RMSprop."""
     source = keras.Input((None,), dtype="int32", name="source")
@@ -324,7 +332,10 @@ class LowRank(layers.Layer):
         return self.original(x) + 2.0 * self.up(self.down(x))
 
 
-@program("keras-io: Parameter-efficient fine-tuning of GPT-2 with LoRA")
+@program(
+    "keras-io: Parameter-efficient fine-tuning of GPT-2 with LoRA",
+    "keras-io: Using pre-trained word embeddings",
+)
 def low_rank_adaptation() -> Made:
     """Frozen layers beside trained ones of low rank, repeated tokens, global_clipnorm."""
     inputs = keras.Input((LENGTH,), dtype="int32")
@@ -339,7 +350,15 @@ def low_rank_adaptation() -> Made:
     )
 
 
-@program("keras-io: Image classification with Vision Transformer")
+@program(
+    "keras-io: Image classification with Vision Transformer",
+    "keras-io: Classification with Neural Decision Forests",
+    "keras-io: Image classification with EANet (External Attention Transformer)",
+    "keras-io: Image classification with modern MLP models",
+    "keras-io: Image classification with Perceiver",
+    "keras-io: Object detection with Vision Transformers",
+    "keras-io: Learning to tokenize in Vision Transformers",
+)
 def patches_with_learned_positions() -> Made:
     """A weight of positions added to patches, a class token, top-k accuracy."""
 
