@@ -373,7 +373,7 @@ def class_weights_and_validation_split() -> Made:
     )
 
 
-@program(BUILT_IN)
+@program(BUILT_IN, "Keras guide: Multi-GPU distributed training with TensorFlow")
 def weights_of_rows_in_a_dataset() -> Made:
     """A Dataset of (x, y, weight), with validation of a number of steps."""
     weight = np.linspace(0.0, 3.0, 30, dtype="float32")
@@ -410,7 +410,12 @@ def frozen_then_fine_tuned() -> Made:
     return Made(model, {"optimizer": adam(), "loss": loss}, use=use)
 
 
-@program(BUILT_IN, "keras-io: Few-Shot learning with Reptile", "keras-io: Deep Q-learning")
+@program(
+    BUILT_IN,
+    "keras-io: Few-Shot learning with Reptile",
+    "keras-io: Deep Q-learning",
+    "Keras guide: Writing a training loop from scratch in TensorFlow",
+)
 def batches_by_hand() -> Made:
     """A loop of train_on_batch, test_on_batch and predict_on_batch."""
     x, y = features(4), labels()
@@ -497,6 +502,7 @@ def subclassed_and_not_built() -> Made:
     "keras-io: Character-level text generation with LSTM",
     "keras-io: Sequence to sequence learning for performing number addition",
     "keras-io: Bidirectional LSTM on IMDB",
+    "Keras guide: Understanding masking & padding",
 )
 def recurrent_with_masks() -> Made:
     """Masked tokens through a bidirectional LSTM, one target for each token."""

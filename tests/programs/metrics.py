@@ -53,6 +53,7 @@ def results_under_other_keys() -> Made:
     "TensorFlow tutorial: imbalanced data",
     "keras-io: English speaker accent recognition using Transfer Learning",
     "keras-io: Electroencephalogram Signal Classification for action identification",
+    "Keras guide: The Sequential model",
 )
 def counts_and_areas() -> Made:
     """AUC, Precision, Recall, F1 and counts of a compiled model, weighted and not."""
