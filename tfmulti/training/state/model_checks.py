@@ -138,10 +138,10 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     """
     _build_by_own_step(model, specs)
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    # A step of the user's own may update by each optimizer some of the weights. Keras would build
-    # the compiled optimizer for all weights.
+    # A step with several optimizers updates some of the weights by each. Keras would build the
+    # compiled optimizer for all weights.
     is_own = type(model).train_step is not keras.Model.train_step
-    by_trace = is_own and (several or optimizers or len(optimizers_of(model)) > 1)
+    by_trace = is_own and len(optimizers_of(model)) > 1
     try:
         with model.distribute_strategy.scope():
             build_from_specs(model, specs, with_optimizer=not by_trace)
