@@ -82,6 +82,19 @@ def test_ports_that_are_taken_are_replaced() -> None:
     assert all(cluster.addresses == addresses for cluster in found)
     assert str(jobs[0].port(1)) not in addresses[1]
     assert len(set(addresses)) == 3
+    # A firewall may let these ports pass, and no others.
+    assert all(10_000 <= int(address.rpartition(":")[2]) < 30_000 for address in addresses)
+
+
+def test_a_job_without_a_free_port_says_so() -> None:
+    (job,) = layouts(1)
+    first = job.port(1000)
+    for ports, words in (
+        (range(0, 20_000, 2000), "none of the 10 ports of process 0 is free"),
+        (range(1000, 1008), f"none of the 8 ports from {first} on is free"),
+    ):
+        with taken(*map(job.port, ports)), pytest.raises(ClusterError, match=words):
+            port_agreement.agree(job, {})
 
 
 def test_a_process_without_the_secret_is_kept_out() -> None:

@@ -870,18 +870,26 @@ STEP = {
 
 
 @pytest.mark.parametrize(
-    ("env", "starter"),
+    ("env", "words"),
     [
-        (STEP, "srun"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
-        ({"LSB_JOBID": "3", "JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
-        ({"JOB_COMPLETION_INDEX": "1", "TFMULTI_WORKERS": "4"}, "kubernetes"),
-        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}, "sagemaker"),
-        ({"TF_CONFIG": tf_config(("a:1", "b:1"), 0)}, "TF_CONFIG"),
+        (STEP, "srun has started several launchers, .* Run tfmulti launch without srun"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "mpirun has started several launchers, .* let mpirun start the training",
+        ),
+        ({"LSB_JOBID": "3", "JSM_NAMESPACE_SIZE": "2"}, "jsrun has started several launchers"),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "TFMULTI_WORKERS": "4"},
+            "kubernetes names several workers, .* Leave out 'tfmulti launch'",
+        ),
+        (
+            {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"},
+            "sagemaker names several workers, .* reads its place from sagemaker itself",
+        ),
+        ({"TF_CONFIG": tf_config(("a:1", "b:1"), 0)}, "TF_CONFIG names several workers, "),
     ],
 )
-def test_one_of_several_launchers_starts_nothing(env: dict[str, str], starter: str) -> None:
-    words = f"{starter} has started several launchers, and each would start a whole job. Run tfm"
+def test_one_of_several_launchers_starts_nothing(env: dict[str, str], words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         parse([__file__], "", env)
     for flags in (["--nnodes", "1"], ["--hosts", "n1,n2", "--node-rank", "1", "--insecure"]):

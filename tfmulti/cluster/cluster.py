@@ -45,13 +45,13 @@ class Task:
     def __post_init__(self) -> None:
         if self.type not in TASK_TYPES:
             raise ClusterError(
-                f"no task type {_shown(self.type)} in TF_CONFIG['task']['type']; "
+                f"task.type is {_shown(self.type)}, which is no type of task; "
                 + did_you_mean(str(self.type), TASK_TYPES)
             )
         if not isinstance(self.index, int) or isinstance(self.index, bool) or self.index < 0:
             raise ClusterError(
                 f"task.index is {_shown(self.index)}, but it must be a whole number from 0. "
-                "Fix TF_CONFIG['task']['index'] on this host."
+                "Fix it on this host."
             )
 
 
@@ -86,8 +86,7 @@ class Cluster:
         _check_addresses(self._jobs())
         if not self.addresses:
             raise ClusterError(
-                "the cluster has no worker: TF_CONFIG['cluster'] needs a 'worker' list "
-                'of "host:port" addresses.'
+                "the cluster has no worker: it needs a 'worker' list of \"host:port\" addresses."
             )
         addresses = self._jobs().get(self.task.type, ())
         if self.task.type == "evaluator" and not addresses:
@@ -97,10 +96,10 @@ class Cluster:
             raise ClusterError(
                 f"task.index is {_shown(self.task.index)}, but job {self.task.type!r} has "
                 f"the indices 0 to {len(addresses) - 1}. "
-                "Fix TF_CONFIG['task']['index'] on this host."
+                "Fix it on this host."
                 if addresses
-                else f"this task is of type {self.task.type!r}, but TF_CONFIG['cluster'] has no "
-                f"{self.task.type!r} job. Add it there, or fix TF_CONFIG['task']['type']."
+                else f"this task is of type {self.task.type!r}, but the cluster has no "
+                f"{self.task.type!r} job. Add it to the cluster, or fix task.type."
             )
 
     @property
@@ -189,12 +188,15 @@ class Cluster:
                 f"({_shown(list(chiefs))}), but a cluster has one chief. "
                 "Move the others to 'worker'."
             )
-        return cls(
-            workers=jobs.get("worker", ()),
-            task=Task(_ALIASES.get(str(kind), str(kind)), index),
-            chief=chiefs[0] if chiefs else None,
-            evaluators=jobs.get("evaluator", ()),
-        )
+        try:
+            return cls(
+                workers=jobs.get("worker", ()),
+                task=Task(_ALIASES.get(str(kind), str(kind)), index),
+                chief=chiefs[0] if chiefs else None,
+                evaluators=jobs.get("evaluator", ()),
+            )
+        except ClusterError as error:
+            raise ClusterError(f"TF_CONFIG: {error}") from None
 
     def _jobs(self) -> dict[str, tuple[str, ...]]:
         """Returns the addresses of each job, which may be empty."""
@@ -284,7 +286,7 @@ def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
     location_of: dict[str, str] = {}
     for name, addresses in jobs.items():
         for index, address in enumerate(addresses):
-            location = f"TF_CONFIG['cluster'][{name!r}][{index}]"
+            location = f"cluster[{name!r}][{index}]"
             match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
             if match is None:
                 raise ClusterError(

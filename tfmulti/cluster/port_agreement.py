@@ -39,6 +39,8 @@ from tfmulti.errors import ClusterError
 
 # The chief tries this many ports, which come after the ports of the processes of a host.
 CANDIDATES, _FIRST_CANDIDATE = 8, 1000
+# A process tries this many ports, at this distance from each other.
+_ATTEMPTS, _DISTANCE = 10, 2000
 # The limits of a message after the handshake, and of a number of GPUs.
 _MOST_BYTES, _MOST_GPUS, _LONGEST_ERROR = 1 << 22, 1 << 16, 2000
 _CALL_S, _RETRY_S = 5.0, 0.2
@@ -85,8 +87,8 @@ def agree(
         timeout_s: the seconds after which it gives up.
 
     Raises:
-        ClusterError: a process has not connected in time, the chief cannot be reached, or the
-            processes have different numbers of GPUs.
+        ClusterError: a process has not connected in time, the chief cannot be reached, no port is
+            free, or the processes have different numbers of GPUs.
         ConfigError: TFMULTI_SECRET cannot be a secret.
     """
     secret = secret_of(env)
@@ -105,18 +107,24 @@ def agree(
 
 @contextlib.contextmanager
 def _reserved_port(layout: Layout) -> Iterator[int]:
-    """Gives the planned port of this process, or another one if that is not free.
+    """Gives the planned port of this process, or else a further one of the job.
 
     The port is bound, but does not listen. So the system gives it to nobody, and TensorFlow, which
     sets SO_REUSEADDR, may listen at it afterwards.
     """
     host = LOOPBACK if layout.host == LOOPBACK else ""
     with socket.socket() as sock:
-        planned = layout.port(layout.local_rank)
-        try:
-            sock.bind((host, planned))
-        except OSError:
-            sock.bind((host, 0))
+        for attempt in range(_ATTEMPTS):
+            try:
+                sock.bind((host, layout.port(layout.local_rank + attempt * _DISTANCE)))
+                break
+            except OSError as error:
+                reason = str(error)
+        else:
+            raise ClusterError(
+                f"{layout.environment}: none of the {_ATTEMPTS} ports of process {layout.rank} is "
+                f"free ({reason}). Start the job again, or end what holds them."
+            )
         # Before the bind this option would let a second process bind the same port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield sock.getsockname()[1]

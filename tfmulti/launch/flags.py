@@ -206,7 +206,8 @@ def _allocated(
 
 
 # The programs that start processes in these environments. Others have the names of their own.
-_STARTERS = {mpi.NAME: "mpirun", slurm.NAME: "srun", lsf.NAME: "jsrun", tf_config.NAME: "TF_CONFIG"}
+# The commands that start processes within an allocation. Elsewhere a platform starts the machines.
+_STARTERS = {mpi.NAME: "mpirun", slurm.NAME: "srun", lsf.NAME: "jsrun"}
 
 
 def _check_alone(env: Mapping[str, str]) -> None:
@@ -218,7 +219,14 @@ def _check_alone(env: Mapping[str, str]) -> None:
     for module in recognised_in(env):
         if module is tf_config and Cluster.from_tf_config(env["TF_CONFIG"]).size == 1:
             continue
-        starter = _STARTERS.get(module.NAME, module.NAME)
+        starter = _STARTERS.get(module.NAME)
+        if starter is None:
+            place = "TF_CONFIG" if module is tf_config else module.NAME
+            raise ClusterError(
+                f"{place} names several workers, and on each of them a launcher would start a "
+                "whole job. Leave out 'tfmulti launch': the training reads its place from "
+                f"{place} itself. --nnodes 1 asks for a job on each machine."
+            )
         raise ClusterError(
             f"{starter} has started several launchers, and each would start a whole job. Run "
             f"tfmulti launch without {starter}, once in the allocation; or let {starter} start "

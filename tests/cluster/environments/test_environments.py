@@ -524,6 +524,18 @@ def test_mistakes_are_one_line(env: dict[str, str], words: str) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_a_mistake_in_the_addresses_of_a_platform_names_the_platform() -> None:
+    twice = {"SM_HOSTS": '["algo-1", "algo-1"]', "SM_CURRENT_HOST": "algo-1"}
+    with pytest.raises(ClusterError, match=r"^sagemaker: cluster\['worker'\]\[1\] is 'algo-1:"):
+        described(twice)
+    spec = {**CLUSTER_SPEC, "task": {"type": "workerpool1", "index": 7}}
+    with pytest.raises(ClusterError, match=r"^vertex: task.index is 7, but job 'worker' has"):
+        described({"CLUSTER_SPEC": json.dumps(spec)})
+    given = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 7}}
+    with pytest.raises(ClusterError, match=r"^TF_CONFIG: task.index is 7, but job 'worker' has"):
+        described({"TF_CONFIG": json.dumps(given)})
+
+
 def test_an_lsf_job_without_its_rank_file(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="LSB_DJOB_RANKFILE is not set"):
         described(changed(lsf(tmp_path), LSB_DJOB_RANKFILE=None))

@@ -192,9 +192,18 @@ def check_trains(cluster: Cluster | None) -> None:
 
 
 def _read(module: ModuleType, env: Mapping[str, str]) -> Described:
-    """Returns what an environment describes."""
+    """Returns what an environment describes.
+
+    Raises:
+        ClusterError: the environment breaks a rule. The message begins with its name.
+    """
     variables = tuple(name for name in module.VARIABLES if name in env)
-    return Described(module.NAME, variables, module.read(env))
+    try:
+        return Described(module.NAME, variables, module.read(env))
+    except ClusterError as error:
+        if str(error).startswith((f"{module.NAME}: ", "TF_CONFIG")):
+            raise
+        raise ClusterError(f"{module.NAME}: {error}") from None
 
 
 def _check_same(first: Described, other: Described) -> None:
