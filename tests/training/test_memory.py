@@ -165,23 +165,41 @@ def test_used_up_memory_ends_in_one_line_with_advice_that_helps(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.processes
-def test_used_up_memory_ends_the_command_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+def command_that_uses_up(folder: Path, rows: int) -> list[str]:
+    """Returns the arguments of a `tfmulti.fit` whose only step takes `rows` rows."""
+    (folder / "mine.py").write_text(
         "import keras, numpy as np\n"
         "def build():\n"
         "    hidden = [keras.layers.Dense(1024, 'relu') for _ in range(6)]\n"
         "    return keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(2)])\n"
         "def data():\n"
-        "    return np.ones((20_000, 64), np.float32), np.arange(20_000) % 2\n"
+        f"    return np.ones(({rows}, 64), np.float32), np.arange({rows}) % 2\n"
     )
     arguments = ["-m", "tfmulti.fit", "--model", "mine:build", "--dataset", "mine:data"]
-    arguments += ["--validation_fraction", "0", "--global_batch_size", "20000", "--epochs", "1"]
-    done = uses_up(tmp_path, *arguments)
+    arguments += ["--validation_fraction", "0", "--global_batch_size", str(rows), "--epochs", "1"]
+    return [*arguments, "--run_dir", str(folder / "run")]
+
+
+@pytest.mark.processes
+def test_used_up_memory_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    done = uses_up(tmp_path, *command_that_uses_up(tmp_path, 20_000))
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("tfmulti: the memory of CPU:0 (")
     assert "Give --microbatches " in line
+
+
+@pytest.mark.processes
+def test_used_up_memory_of_workers_ends_the_job_with_the_advice(tmp_path: Path) -> None:
+    launched = ["-m", "tfmulti.launch", "--nproc-per-node", "2"]
+    done = uses_up(tmp_path, *launched, *command_that_uses_up(tmp_path, 40_000))
+    assert done.returncode == 2
+    lines = (done.stdout + done.stderr).splitlines()
+    told = [line for line in lines if "tfmulti: the memory of CPU:0 (" in line]
+    assert 1 <= len(told) <= 2, lines
+    assert all("for 20,000 rows" in line and "Give --microbatches " in line for line in told)
+    assert not any("bfc_allocator" in line or "Traceback" in line for line in lines)
+    assert lines[-1] == "[launch] ending with exit code 2: a user's mistake is not retried"
 
 
 def dense() -> keras.Model:
