@@ -174,6 +174,52 @@ class NormalizedCell(layers.Layer):
         return out, [out]
 
 
+class CountsLarge(layers.Layer):
+    """Counts the batches whose largest value is above a bound, in training and in prediction."""
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, x: Any) -> Any:
+        def add() -> Any:
+            self.count.assign_add(1.0)
+            return tf.constant(True)
+
+        tf.cond(tf.reduce_max(x) > 2.0, add, lambda: tf.constant(False))
+        return x
+
+
+class StatesInConditions(keras.Model):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.best = self.add_weight(shape=(), initializer="zeros", trainable=False, name="best")
+        self.late = self.add_weight(shape=(), initializer="zeros", trainable=False, name="late")
+
+    @tf.function
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        largest = tf.reduce_max(data[1])
+        if largest > 0.9:
+            self.late.assign_add(1.0)
+        if tf.reduce_max(data[0]) > self.best:
+            self.best.assign(self.best + 0.25)
+        return {**logs, "best": self.best.value, "late": self.late.value}
+
+
+@program("Stack Overflow: a variable that a step changes in an if")
+def states_in_conditions() -> Made:
+    """Variables that a step, and a layer also in predict, change if a value is large."""
+    x, y = features(4), features(1)
+    y[y > 0.9] = 0.5
+    # Only the second batch has it, in rows of the last replica.
+    y[-1] = 0.95
+    x[3], x[-2] = 3.0, 4.0
+    inputs = keras.Input((4,))
+    model = StatesInConditions(inputs, layers.Dense(1)(CountsLarge()(inputs)))
+    data = fit(x, y)
+    return Made(model, {"optimizer": sgd(), "loss": "mse"}, data, predict={"x": x})
+
+
 @program("Keras guide: Working with RNNs")
 def normalization_inside_a_recurrent_cell() -> Made:
     """BatchNormalization inside the cell of an RNN layer."""

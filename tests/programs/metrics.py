@@ -201,6 +201,82 @@ def metrics_of_selected_and_mixed_rows() -> Made:
     return Made(model, {"optimizer": sgd()}, use=use)
 
 
+class WeightsOfTrackers(keras.Model):
+    """Updates trackers with one weight for a batch, or with weights that the batch decides."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        names = ("two", "rows", "more", "inverse", "root", "sum", "share", "each", "all")
+        self.trackers = {name: keras.metrics.Mean(name=name) for name in names}
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+        self.f1 = keras.metrics.F1Score(threshold=0.5, name="f1")
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [*self.trackers.values(), self.error, self.f1]
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        p = self(x)
+        errors = tf.abs(y - p)[:, 0]
+        n = tf.cast(tf.shape(y)[0], tf.float32)
+        weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        values: dict[str, Any] = {
+            "two": (errors, 2.0),
+            "rows": (errors, n),
+            "more": (tf.reduce_mean(errors), n + 5.0),
+            "inverse": (tf.reduce_sum(errors), 1.0 / n),
+            "root": (weighted(y, p, 2.0), tf.sqrt(n)),
+            "sum": (tf.reduce_mean(errors), tf.reduce_sum(y) + 1.0),
+            "share": (tf.reduce_mean(errors), tf.reduce_sum(y) / n),
+            "each": (errors, (y[:, 0] + 1.0) / tf.reduce_sum(y + 1.0)),
+            "all": (errors, tf.reduce_sum(p)),
+        }
+        for name, tracker in self.trackers.items():
+            tracker.update_state(values[name][0], sample_weight=values[name][1])
+        self.error.update_state(y, p, sample_weight=3.0)
+        self.f1.update_state(y, p)
+        return {m.name: m.result() for m in self.metrics}
+
+
+@program("Keras: sample_weight of a metric", "keras-io: Deep Deterministic Policy Gradient")
+def weights_of_trackers() -> Made:
+    """Trackers with one weight for a batch: constants, counts, sums; the last batch has one row."""
+    inputs = keras.Input((4,))
+    model = WeightsOfTrackers(inputs, layers.Dense(1, "sigmoid")(inputs))
+    data = batches(features(4, rows=BATCH + 1), BINARY[: BATCH + 1])
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
+        return found
+
+    return Made(model, {"optimizer": sgd()}, use=use)
+
+
+class BuiltInTheStep(keras.Model):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.f1 = keras.metrics.F1Score(threshold=0.5, name="f1")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = tf.reduce_mean(tf.square(predicted - y))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.f1.update_state(y, predicted)
+        return {"loss": loss, "f1": self.f1.result()[0]}
+
+
+@program("Keras: a metric that is built by its first update")
+def metric_built_in_the_step() -> Made:
+    """A metric that has no variables before the train_step updates it."""
+    inputs = keras.Input((4,))
+    model = BuiltInTheStep(inputs, layers.Dense(1, "sigmoid")(inputs))
+    return Made(model, {"optimizer": sgd()}, fit(features(4), BINARY))
+
+
 class PerBatch(keras.metrics.Metric):
     """The mean over batches of the accuracy of a batch; counts batches."""
 

@@ -9,7 +9,17 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd, tokens
+from tests.programs.common import (
+    BATCH,
+    SPARSE,
+    adam,
+    classifier,
+    features,
+    fit,
+    labels,
+    sgd,
+    tokens,
+)
 from tests.programs.registry import Made, program
 
 DATA = (features(4), labels())
@@ -131,17 +141,38 @@ def clipped_one_by_one() -> Made:
 
 class LookupClip(ByHand):
     def change(self, gradients: Any) -> Any:
-        lookups, *others = gradients
-        assert isinstance(lookups, tf.IndexedSlices)
-        clipped = tf.clip_by_value(tf.clip_by_norm(lookups, 0.01), -0.001, 0.001)
-        return [clipped, *(tf.clip_by_norm(g, 0.05) for g in others)]
+        words, positions, *others = gradients
+        assert isinstance(words, tf.IndexedSlices)
+        assert isinstance(positions, tf.IndexedSlices)
+        clipped = tf.clip_by_value(tf.clip_by_norm(words, 0.01), -0.001, 0.001)
+        return [clipped, *(tf.clip_by_norm(g, 0.05) for g in (positions, *others))]
+
+
+class WordsAndPositions(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = layers.Embedding(9, 3), layers.Embedding(6, 3)
+
+    def call(self, x: Any) -> Any:
+        return self.words(x) + self.positions(ops.arange(6))
+
+
+@program("Keras: clipvalue and clipnorm of an optimizer")
+def clipped_by_the_optimizer() -> Made:
+    """Gradients of Embeddings that the optimizer clips; the last batch has one row."""
+    inputs = keras.Input((6,))
+    words = layers.GlobalAveragePooling1D()(WordsAndPositions()(inputs))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(words))
+    optimizer = keras.optimizers.Adam(0.01, clipvalue=0.001)
+    data = fit(tokens(rows=BATCH + 1), labels(rows=BATCH + 1))
+    return Made(model, {"optimizer": optimizer, "loss": SPARSE}, data)
 
 
 @program("keras-io: Text classification with Transformer", "clipping of each gradient")
 def clipped_gradients_of_lookups() -> Made:
-    """The gradient of an Embedding, clipped by tf.clip_by_norm and tf.clip_by_value in the step."""
+    """Gradients of Embeddings of words and positions, clipped one by one in the step."""
     inputs = keras.Input((6,))
-    words = layers.GlobalAveragePooling1D()(layers.Embedding(9, 3)(inputs))
+    words = layers.GlobalAveragePooling1D()(WordsAndPositions()(inputs))
     model = LookupClip(inputs, layers.Dense(3, "softmax")(words))
     return Made(model, {"optimizer": adam(), "loss": SPARSE}, fit(tokens(), labels()))
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.programs.common import (
+    BATCH,
     SPARSE,
     adam,
     batches,
@@ -178,6 +179,55 @@ class WeightsOfTheBatch(Step):
 def weights_normalized_over_the_batch() -> Made:
     """Keras' losses with weights that the step divides by their largest or their sum."""
     return _step(WeightsOfTheBatch)
+
+
+class OverTheLargest(keras.losses.MeanSquaredError):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return super().call(y_true, y_pred) / ops.max(y_pred)
+
+
+@program("Keras: a subclass of a loss with its own call")
+def subclass_of_a_loss() -> Made:
+    """A subclass of one of Keras' losses whose values depend on all rows."""
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1, "sigmoid")(inputs))
+    x, y = features(4), features(1)
+    return Made(
+        model,
+        {"optimizer": sgd(), "loss": OverTheLargest()},
+        fit(x, y),
+        evaluate={"x": x, "y": y, "batch_size": BATCH},
+    )
+
+
+class OtherOutputs(keras.Model):
+    def predict_step(self, data: Any) -> Any:
+        x = data[0] if isinstance(data, tuple) else data
+        p = self(x)
+        return {
+            "chosen": tf.boolean_mask(p, p[:, 0] > 0.5),
+            "constant": tf.range(3.0),
+            "kernel": self.weights[0],
+            "mean": tf.reduce_mean(p, 0),
+            "first": p[:1],
+            "second": p[::2],
+            "both": tf.concat([p, 1.0 - p], 0),
+            "best": tf.sort(p, 0)[-2:],
+            "rows": p / tf.reduce_sum(p),
+        }
+
+
+@program("Keras: predict_step that selects")
+def outputs_that_are_no_rows() -> Made:
+    """Selections, constants, weights and joined rows as the results of a predict_step."""
+    inputs = keras.Input((4,))
+    model = OtherOutputs(inputs, layers.Dense(1, "sigmoid")(inputs))
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        predicted = model.predict(features(4, rows=BATCH + 1), batch_size=BATCH, verbose=0)
+        return {name: np.asarray(value) for name, value in predicted.items()}
+
+    return Made(model, {"optimizer": sgd()}, use=use)
 
 
 class KeptContrast(keras.losses.Loss):

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfmulti.distribution.global_values import are_known, note_unknown, of_one_device
 from tfmulti.distribution.losses import in_passes
-from tfmulti.distribution.replica_context import reduce_gradients, sum_by_dtype, weighted
-from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.replica_context import mark_global, reduce_gradients
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
@@ -55,6 +55,10 @@ def regularization_loss(
     return tf.reduce_sum(regularization_loss)
 
 
+# Whether this thread is inside an optimizer, where gradients are those of the global batch already.
+gradients_are_global = PerThread(False)
+
+
 def clip_by_global_norm(
     original: Original,
     replica_slice: ReplicaSlice,
@@ -70,7 +74,24 @@ def clip_by_global_norm(
     Raises:
         ModelError: the step takes several passes (microbatches).
     """
-    return original(_global(replica_slice, t_list), clip_norm, *args, **kwargs)
+    gradients = _global(replica_slice, t_list)
+    clipped, norm = original(gradients, clip_norm, *args, **kwargs)
+    return [mark_global(gradient) for gradient in clipped], norm
+
+
+def clip(original: Original, replica_slice: ReplicaSlice, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns a clipped tensor, for `tf.clip_by_norm` and `tf.clip_by_value`.
+
+    Labels tell how a tensor depends on the rows. A gradient of lookups in a table has no label, so
+    that of the global batch is clipped.
+
+    Raises:
+        ModelError: the step takes several passes (microbatches).
+    """
+    if not isinstance(t, tf.IndexedSlices) or gradients_are_global.get():
+        return original(t, *args, **kwargs)
+    (gradient,) = _global(replica_slice, [t])
+    return mark_global(original(gradient, *args, **kwargs))
 
 
 def global_norm(
@@ -84,62 +105,24 @@ def global_norm(
     return original(_global(replica_slice, t_list), *args, **kwargs)
 
 
-def clip_by_norm(
-    original: Original,
-    replica_slice: ReplicaSlice,
-    t: Any,
-    clip_norm: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Returns a clipped gradient. The norm of lookups in a table is that of all replicas' lookups.
-
-    Raises:
-        ModelError: the step takes several passes (microbatches).
-    """
-    if not isinstance(t, tf.IndexedSlices) or args or kwargs.get("axes") is not None:
-        return original(t, clip_norm, *args, **kwargs)
-    _check_one_pass()
-    own = weighted(t, replica_slice.weight).values
-    norm = tf.sqrt(sum_by_dtype([tf.reduce_sum(tf.square(own))])[0])
-    clip_norm = tf.cast(clip_norm, norm.dtype)
-    values = t.values * (clip_norm / tf.maximum(norm, clip_norm))
-    return tf.IndexedSlices(values, t.indices, t.dense_shape)
-
-
-def clip_by_value(
-    original: Original, replica_slice: ReplicaSlice, t: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Returns a clipped tensor. A lookup in a table is clipped as in the gradient of one device."""
-    if not isinstance(t, tf.IndexedSlices):
-        return original(t, *args, **kwargs)
-    clipped = original(weighted(t, replica_slice.weight), *args, **kwargs)
-    return weighted(clipped, tf.math.reciprocal_no_nan(replica_slice.weight))
-
-
 def _global(replica_slice: ReplicaSlice, gradients: Any) -> list[Any]:
     """Returns the gradients of the global batch.
 
     A gradient from the tape is averaged over the replicas. A gradient that the step has clipped or
     normalized before is computed again from global values.
     """
-    _check_one_pass()
-    means = [i for i, gradient in enumerate(gradients) if _is_mean(replica_slice, gradient)]
-    reduced = iter(reduce_gradients([gradients[i] for i in means]) if means else [])
-    return [
-        next(reduced) if i in means else of_one_device(replica_slice, gradient)
-        for i, gradient in enumerate(gradients)
-    ]
-
-
-def _check_one_pass() -> None:
-    """Raises ModelError if the step takes several passes."""
     if in_passes():
         raise ModelError(
             "the train_step clips gradients by itself, or asks for their norm, which "
             "--microbatches knows only after the last pass. Give global_clipnorm= to the "
             "optimizer instead, or leave --microbatches out."
         )
+    means = [i for i, gradient in enumerate(gradients) if _is_mean(replica_slice, gradient)]
+    reduced = iter(reduce_gradients([gradients[i] for i in means]) if means else [])
+    return [
+        next(reduced) if i in means else of_one_device(replica_slice, gradient)
+        for i, gradient in enumerate(gradients)
+    ]
 
 
 def _is_mean(replica_slice: ReplicaSlice, gradient: Any) -> bool:
@@ -154,7 +137,7 @@ FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.nn, "compute_average_loss", average_loss),
     (tf.nn, "scale_regularization_loss", regularization_loss),
     (tf, "clip_by_global_norm", clip_by_global_norm),
-    (tf, "clip_by_norm", clip_by_norm),
-    (tf, "clip_by_value", clip_by_value),
+    (tf, "clip_by_norm", clip),
+    (tf, "clip_by_value", clip),
     (tf.linalg, "global_norm", global_norm),
 ]

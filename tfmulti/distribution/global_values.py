@@ -129,27 +129,45 @@ def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
 
 
 def own_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
-    """Returns those rows of a value that one device computes for this replica's counted rows.
+    """Returns this replica's part of the rows that one device computes, in their order.
+
+    Where the value has not one part for each row, such as a selection of rows, the first replica
+    has all of it.
 
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    if not isinstance(value, tf.Tensor):
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         return value[: replica_slice.own_rows]
-    first_row = tf.zeros_like(replica_slice.own_rows)
-    row_count = tf.maximum(replica_slice.own_rows, 1)
-    if are_known(replica_slice):
-        note_unknown(replica_slice, value)
-        builder = _Builder(replica_slice, value.graph)
-        if label_of(value).kind is Kind.GLOBAL:
-            value = builder.whole(value)
-            first_row = replica_slice.first_row
-            row_count = tf.maximum(replica_slice.global_rows, 1)
-        else:
-            value = builder.rows(value)
+    value = tf.convert_to_tensor(value)
+    label = label_of(value)
+    by_rows = len(label.parts) == 1 or label.kind is Kind.LOCAL
+    if are_known(replica_slice) and not by_rows:
+        value = _Builder(replica_slice, value.graph).whole(value)
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return value[: tf.where(number == 0, tf.shape(value)[0], 0)]
+    value = read_rows(replica_slice, value)
     # A row may have several entries along axis 0.
-    entries = tf.shape(value, tf.int64)[0] // row_count
-    return value[entries * first_row : entries * (first_row + replica_slice.own_rows)]
+    entries = tf.shape(value, tf.int64)[0] // tf.maximum(replica_slice.own_rows, 1)
+    return value[: entries * replica_slice.own_rows]
+
+
+def read_rows(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a value that one device computes for the rows that this replica reads.
+
+    Raises:
+        ModelError: the value needs all rows together, and the step takes several passes.
+    """
+    if not are_known(replica_slice):
+        return value
+    note_unknown(replica_slice, value)
+    builder = _Builder(replica_slice, value.graph)
+    if label_of(value).kind is not Kind.GLOBAL:
+        return builder.rows(value)
+    value = builder.whole(value)
+    entries = tf.shape(value, tf.int64)[0] // tf.maximum(replica_slice.global_rows, 1)
+    first_row, count = replica_slice.first_row, tf.maximum(replica_slice.own_rows, 1)
+    return value[entries * first_row : entries * (first_row + count)]
 
 
 def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
@@ -300,7 +318,7 @@ class _Builder:
     """Builds values of the global batch in the graph of one replica's step."""
 
     def __init__(self, replica_slice: ReplicaSlice, graph: tf.Graph) -> None:
-        self._replica_slice = replica_slice
+        self._replica_slice, self._graph = replica_slice, graph
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         number = int(tf.get_static_value(replica))
         self._built = _built.setdefault(graph, {}).setdefault(number, _Built())
@@ -375,7 +393,8 @@ class _Builder:
             return tf.math.multiply_no_nan(value, tf.cast(self._replica_slice.weight, value.dtype))
         # Replica 0 has rows in every step. So it gives the whole value, and the others give 0.
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return self.whole(value) * tf.cast(number == 0, value.dtype)
+        whole = self.whole(value)
+        return tf.where(number == 0, whole, tf.zeros_like(whole))
 
     def _linear(
         self, value: tf.Tensor, build_input: Callable[[tf.Tensor], tf.Tensor], *, as_sum: bool
@@ -548,7 +567,7 @@ class _Builder:
 
     def _all_rows(self, rows: tf.Tensor, label: Label) -> tf.Tensor:
         """Returns the rows of all replicas, in the order of one device."""
-        self._check_one_pass()
+        self._check_exchange()
         replica_slice = self._replica_slice
         read_rows = tf.maximum(replica_slice.own_rows, 1)
         if len(label.parts) == 1:
@@ -572,7 +591,7 @@ class _Builder:
 
     def _total(self, value: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
         """Returns the sum of all replicas' parts of a sum, or their mean weighted by rows."""
-        self._check_one_pass()
+        self._check_exchange()
         replica_slice, built = self._replica_slice, self._built
         if not value.dtype.is_floating:
             return sum_with_gradient(value)
@@ -591,8 +610,14 @@ class _Builder:
         found: tf.Tensor = summed(value)
         return found
 
-    def _check_one_pass(self) -> None:
-        """Raises ModelError if the step takes several passes."""
+    def _check_exchange(self) -> None:
+        """Raises ModelError where replicas cannot exchange values for a step of the user's own."""
+        if row_labels.is_branch(self._graph):
+            raise ModelError(
+                "the step changes a metric or a variable inside a condition or a loop, by a value "
+                "that needs the rows of all replicas, which cannot be exchanged there. Compute the "
+                "value outside, and choose between it and the old one by tf.where."
+            )
         if in_passes():
             raise ModelError(
                 "the step computes a value from all rows of a batch together, which --microbatches "

@@ -27,6 +27,8 @@ Every replica of every worker must call each of them, in replica context and in 
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -70,8 +72,9 @@ def reduce_gradients(
     if context.num_replicas_in_sync == 1:
         return list(gradients)
     replica_slice = current()
-    present = [g for g in gradients if g is not None]
-    named = [n for n, g in zip(names, gradients, strict=True) if g is not None] if names else None
+    is_local = [g is not None and not is_global(g) for g in gradients]
+    present = list(itertools.compress(gradients, is_local))
+    named = list(itertools.compress(names, is_local)) if names else None
     if replica_slice is not None:
         present = [weighted(g, replica_slice.weight) for g in present]
     try:
@@ -84,10 +87,30 @@ def reduce_gradients(
             "own, where replicas cannot exchange values. Compute them there, and apply them "
             "outside."
         ) from None
-    of_all = [None if g is None else next(reduced) for g in gradients]
+    of_all = [next(reduced) if local else g for g, local in zip(gradients, is_local, strict=True)]
     for gradient in of_all:
         row_labels.mark(gradient, row_labels.ALIKE)
     return of_all
+
+
+# The gradients of lookups that are those of the global batch already.
+_global_lookups: weakref.WeakSet[tf.IndexedSlices] = weakref.WeakSet()
+
+
+def mark_global(gradient: Any) -> Any:
+    """Makes `reduce_gradients` leave a gradient as it is, if it is an IndexedSlices; returns it.
+
+    A dense gradient that is the same on all replicas is its own mean. The lookups of an
+    IndexedSlices would be repeated.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        _global_lookups.add(gradient)
+    return gradient
+
+
+def is_global(gradient: Any) -> bool:
+    """Returns whether `mark_global` got a gradient of lookups."""
+    return isinstance(gradient, tf.IndexedSlices) and gradient in _global_lookups
 
 
 def _sum_by_lookups(

@@ -119,6 +119,11 @@ _LOOPS = ("WhileBodyFuncGraph", "WhileCondFuncGraph")
 _BRANCHES = ("CondBranchFuncGraph", *_LOOPS)
 
 
+def is_branch(graph: tf.Graph) -> bool:
+    """Returns whether a graph is that of a condition's branch, or of a part of a loop."""
+    return type(graph).__name__ in _BRANCHES
+
+
 @contextlib.contextmanager
 def kept_in_branch() -> Iterator[bool]:
     """Keeps labels inside the context if a branch or loop of a labelled graph is built now.
@@ -131,8 +136,7 @@ def kept_in_branch() -> Iterator[bool]:
     while graph is not None and graph not in _graphs:
         branches.append(graph)
         # A function that XLA compiles also has a graph inside that of the step, but is no branch.
-        is_branch = type(graph).__name__ in _BRANCHES
-        graph = getattr(graph, "outer_graph", None) if is_branch else None
+        graph = getattr(graph, "outer_graph", None) if is_branch(graph) else None
     if graph is None:
         branches = []
     for branch in branches:

@@ -8,6 +8,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 | states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
 | labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
 | layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` and of AugMix | none | these layers know about replicas |
+| conditions | private: `tensorflow.python.ops.cond.cond`, which `tf.cond` and AutoGraph's `if` call | none | never: all replicas must take the branch of one device |
 | custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 """  # noqa: E501
@@ -21,9 +22,11 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.ops import cond as cond_module
 
 from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
+from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.metrics import part_of_state
 from tfmulti.keras_patches.model_structure import (
     all_metric_variables,
@@ -40,6 +43,7 @@ def install() -> None:
     """Patches layers, assignments to variables, and TensorFlow's functions for custom steps."""
     replace(tf.distribute.ReplicaContext, "merge_call", in_replica_slice(_merge_call))
     replace(keras.layers.Layer, "__call__", _labelled_layer)
+    replace(cond_module, "cond", in_replica_slice(_condition))
     for variable in (keras.Variable, DistributedVariable):
         for name in ("assign", "assign_add", "assign_sub"):
             # The other assigning methods of `keras.Variable` call its `assign`.
@@ -80,11 +84,31 @@ def _assign(
     # Other patches handle the assignments within Keras' own layers.
     if not _in_layer_of_keras.get():
         kind = replica_slice.states.get(id(variable))
-        if kind == "layer":
-            value = global_values.of_one_device(replica_slice, value)
-        elif kind == "metric":
-            value = part_of_state(replica_slice, variable, value)
+        with row_labels.kept_in_branch():
+            if kind == "layer":
+                value = global_values.of_one_device(replica_slice, value)
+            elif kind == "metric":
+                value = part_of_state(replica_slice, variable, value)
     return original(variable, value, *args, **kwargs)
+
+
+def _condition(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, pred: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Makes a condition of the user's own that of the global batch, for `tf.cond`.
+
+    So all replicas take the same branch. A condition of an assertion stays that of each replica,
+    and so does one that depends on the number of rows alone, which chooses how to compute them.
+    """
+    is_own = not _in_layer_of_keras.get() and kwargs.get("name") != "AssertGuard"
+    kinds = (Kind.MEAN, Kind.SUM, Kind.GLOBAL, Kind.MIXED)
+    if (
+        is_own
+        and global_values.are_known(replica_slice)
+        and row_labels.label_of(pred).kind in kinds
+    ):
+        pred = global_values.of_one_device(replica_slice, pred)
+    return original(pred, *args, **kwargs)
 
 
 def _merge_call(

@@ -69,6 +69,10 @@ def _part_of_global(original: Callable[..., Any]) -> Callable[..., Any]:
             return loss
         if not (_is_by_rows(replica_slice, values) and weigh_rows(replica_slice, sample_weight)):
             return loss
+        by_weight = reduction == "mean_with_sample_weight" and mask is None
+        if by_weight and sample_weight is not None and not keras.ops.ndim(sample_weight):
+            # Divided by one weight for all values, the weighted sum is the sum.
+            reduction = "sum"
         same_rank = loss_module.squeeze_or_expand_to_same_rank
         part = losses.scaled_to_global(
             replica_slice,
@@ -140,7 +144,9 @@ def _loss_of_all_rows(
     """
     compute = functools.partial(original, loss)
     rank = y_pred.shape.rank if isinstance(y_pred, tf.Tensor) else None
-    is_keras = is_of_keras(getattr(loss, "fn", type(loss))) and not is_along_rows(loss, rank)
+    # A subclass of one of Keras' losses may compute its values in another way.
+    is_keras = is_of_keras(type(loss).call) and is_of_keras(getattr(loss, "fn", type(loss)))
+    is_keras = is_keras and not is_along_rows(loss, rank)
     if global_values.are_known(replica_slice):
         are_rows = have_rows(y_true, y_pred) and weigh_rows(replica_slice, sample_weight)
         with by_rows.set_to(is_keras and are_rows):

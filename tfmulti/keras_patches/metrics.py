@@ -39,15 +39,25 @@ def install() -> None:
         # Those of one value are made of Mean or Sum, which have a patch of their own.
         is_of_one = is_metric and issubclass(metric, (keras.metrics.Mean, keras.metrics.Sum))
         if is_metric and not is_of_one and "update_state" in vars(metric):
-            replace(metric, "update_state", in_replica_slice(_metric_of_rows))
-    replace(keras.metrics.MeanMetricWrapper, "update_state", in_replica_slice(_metric_of_all_rows))
+            replace(metric, "update_state", _with_labels(_metric_of_rows))
+    replace(keras.metrics.MeanMetricWrapper, "update_state", _with_labels(_metric_of_all_rows))
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
-        replace(metric, "update_state", in_replica_slice(_part_of_mean))
+        replace(metric, "update_state", _with_labels(_part_of_mean))
 
 
 # Whether this thread updates a metric of Keras by values of this replica's rows alone, or by its
 # part of other values. The metric then adds that to this replica's part of the state.
 _adds_parts = PerThread(False)
+
+
+def _with_labels(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns `in_replica_slice` of a function that knows the labels inside conditions, too."""
+
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        with row_labels.kept_in_branch():
+            return function(*args, **kwargs)
+
+    return in_replica_slice(labelled)
 
 
 def _metric_of_rows(
@@ -157,22 +167,22 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     # The weight's dependence on the rows may be unknown, as for the rows of a ragged tensor.
     if weight_kind is Kind.LOCAL:
         global_values.note_unknown(replica_slice, weight)
-    # A weight that counts this replica's rows asks for the replicas' mean by rows. A weight that
-    # is not understood is treated alike.
-    if weight_kind in (Kind.COUNT, Kind.LOCAL):
+    # A weight that is not understood is taken for a number of this replica's rows.
+    if weight_kind is Kind.LOCAL:
         return global_values.averaged(replica_slice, tensor), weight
-    if weight_kind is Kind.ALIKE:
+    if weight_kind in (Kind.ALIKE, Kind.COUNT):
         average = global_values.averaged(replica_slice, tensor)
         if weight is not None:
+            weight = global_values.of_one_device(replica_slice, weight)
             return average, replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
         # Without weights each value of a vector counts by itself, so each gets the part as its
         # weight. With one weight for all of them, Keras would count their mean once.
         return average, tf.fill(
             tf.shape(average)[:1], replica_slice.weight
         ) if average.shape.rank else replica_slice.weight
-    # Each replica holds a part of the whole weight.
     if weight_kind is Kind.SUM:
-        return global_values.of_one_device(replica_slice, tensor), weight
+        part = global_values.part_of_sum(replica_slice, weight)
+        return global_values.of_one_device(replica_slice, tensor), part
     global_weight = global_values.of_one_device(replica_slice, weight)
     own_part = tf.cast(global_weight, replica_slice.weight.dtype) * replica_slice.weight
     return global_values.of_one_device(replica_slice, tensor), own_part
@@ -180,8 +190,12 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
 
 def _weight_of_rows(replica_slice: ReplicaSlice, weight: Any) -> Any:
     """Returns the weights of this replica's rows, or the one weight of all rows, of one device."""
+    if weight is None or row_labels.label_of(weight).kind is Kind.LOCAL:
+        return weight
+    # Keras takes the mean of the values, and counts it by such a weight.
+    if tf.convert_to_tensor(weight).shape.rank == 0:
+        weight = global_values.of_one_device(replica_slice, weight)
+        return replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
     if weigh_rows(replica_slice, weight):
         return weight
-    if weight.shape.rank == 0:
-        return global_values.of_one_device(replica_slice, weight)
-    return global_values.own_rows(replica_slice, weight)
+    return global_values.read_rows(replica_slice, weight)

@@ -23,7 +23,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfmulti.distribution import collectives, global_values
+from tfmulti.distribution import collectives, custom_steps, global_values
 from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
@@ -120,7 +120,8 @@ class _ReducesFirst(_UpdatesReplica):
             variables = trainable_variables or ()
             names = [v.path for v in variables] if len(variables) == len(grads) else []
             grads = self._tfmulti_reduce(grads, names)
-        with updates.of_all_variables() if is_enabled() else contextlib.nullcontext():
+        at_once = updates.of_all_variables() if is_enabled() else contextlib.nullcontext()
+        with at_once, custom_steps.gradients_are_global.set_to(True):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
 

@@ -255,13 +255,17 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
 
 
 def _build_metrics(model: keras.Model, specs: Any) -> None:
-    """Builds, in the scope, the metrics that only a test_step of the user's own builds.
+    """Builds, in the scope, the metrics that only a step of the user's own builds.
 
     A metric that a replica's step builds would have variables of which that step knows nothing.
     """
-    is_own = type(model).test_step is not keras.Model.test_step
-    if is_own and model.test_function is None and not all(m.variables for m in model.metrics):
-        _built_by_trace(model, model.test_step, specs)
+    cls, base = type(model), keras.Model
+    for step, is_own, function in (
+        (model.train_step, cls.train_step is not base.train_step, model.train_function),
+        (model.test_step, cls.test_step is not base.test_step, model.test_function),
+    ):
+        if is_own and function is None and not all(m.variables for m in model.metrics):
+            _built_by_trace(model, step, specs)
 
 
 def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) -> bool:

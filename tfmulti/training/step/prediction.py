@@ -18,7 +18,7 @@ from tfmulti.distribution import (
 )
 from tfmulti.distribution.replica_slice import computing
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.keras_patches import installation
+from tfmulti.keras_patches import installation, layers
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.step.execution import report_trace
@@ -63,6 +63,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         batch = batch.of_any_rows() if any_rows else batch
         # A single worker ends its reading at the first example that it cannot read.
         may_lose = placement.workers > 1 and isinstance(source, BatchQueue)
+        states = layers.states_of_its_own(model) if any_rows else {}
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):
@@ -70,7 +71,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
 
         def predict_rows() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
-            replica_slice = slice_in_step(batch, index, model, seeds)
+            replica_slice = slice_in_step(batch, index, model, seeds)._replace(states=states)
             if not replica_slice.is_whole:
                 row_labels.begin(batch.data[index], [])
             with computing(replica_slice):

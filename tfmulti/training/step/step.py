@@ -49,16 +49,16 @@ def without_autograph(function: Callable[..., Any]) -> Any:
 
 
 def step_of(model: keras.Model, name: str) -> Callable[[Any], Any]:
-    """Returns a model's step function, converted by AutoGraph if it is the user's own.
+    """Returns a model's step function: `train_step`, `test_step` or `predict_step`.
 
-    A `@tf.function` around the step is removed, because replicas cannot reduce inside it. Keras
-    leaves AutoGraph to such a `@tf.function`. With this conversion any step of the user's own may
-    have conditions on tensors. `name` is `train_step`, `test_step` or `predict_step`.
+    A `@tf.function` around the step is removed, because replicas cannot reduce inside it. AutoGraph
+    then converts the step, as that `@tf.function` would. Keras converts no other step.
     """
-    step = getattr(model, name)
-    step = getattr(step, "python_function", step)
-    is_keras = getattr(type(model), name, None) is getattr(keras.Model, name)
-    return step if is_keras or model.run_eagerly else by_autograph(step)
+    step: Callable[[Any], Any] = getattr(model, name)
+    inside = getattr(step, "python_function", None)
+    if inside is None:
+        return step
+    return inside if model.run_eagerly else by_autograph(inside)
 
 
 def next_batch(source: Any, placement: Placement) -> WorkerBatch:
@@ -181,7 +181,8 @@ def make_step(
             states=states,
             note_gather=lambda: setattr(state.traced, "gathers", True),
         )
-        if not training and layers.has_own_layers(model):
+        is_own = type(model).test_step is not keras.Model.test_step
+        if not training and (is_own or layers.has_own_layers(model)):
             replica_slice = replica_slice._replace(note_trusted=replica_slice.note_unknown)
         with collectives.serving("step", placement):
             if passes == 1:
