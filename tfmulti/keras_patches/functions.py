@@ -21,7 +21,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 
 from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.keras_patches.patching import in_replica_slice, replace
-from tfmulti.keras_patches.tracing import wholly_by_autograph
+from tfmulti.keras_patches.tracing import by_autograph
 
 _LIBRARIES = ("tfmulti", "keras", "tensorflow")
 
@@ -60,7 +60,7 @@ def _trace_in_place(
     if tf.executing_eagerly() or not _is_users(python_function):
         return original(function, *args, **kwargs)
     if function._autograph:
-        python_function = wholly_by_autograph(python_function)
+        python_function = by_autograph(python_function)
     return python_function(*args, **kwargs)
 
 

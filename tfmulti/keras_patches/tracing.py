@@ -2,8 +2,7 @@
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
-| `by_autograph` | `tf.__internal__.autograph.tf_convert`, `control_status_ctx` | none | TensorFlow has a public way to convert one part of a function |
-| `wholly_by_autograph` | `tf.__internal__.autograph.tf_convert`, `ag_ctx.ControlStatusCtx`, `converter.ConversionOptions` | none | as for `by_autograph` |
+| `by_autograph` | `tf.__internal__.autograph.tf_convert`, `ag_ctx.ControlStatusCtx`, `converter.ConversionOptions` | none | TensorFlow has a public way to convert one part of a function |
 | `traces_of` | `tf.function`'s `_list_all_concrete_functions` | none | TensorFlow tells them |
 | `graphs_called_by` | `tf.Graph`'s `_get_function` | none | TensorFlow gives the graph of a function that an operation calls |
 | `eager_mode` | `tf.__internal__.eager_context.eager_mode` | none | TensorFlow has a public way to leave a strategy's scope |
@@ -20,24 +19,23 @@ from tensorflow.python.autograph.core import ag_ctx, converter
 
 
 def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a version of a function that AutoGraph converts when TensorFlow traces it.
+    """Returns a version of a function that AutoGraph converts, with the functions that it calls.
 
-    AutoGraph converts the functions that it calls, too.
-    """
-    autograph = tf.__internal__.autograph
-    converted: Callable[..., Any] = autograph.tf_convert(function, autograph.control_status_ctx())
-    return converted
-
-
-def wholly_by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a version of a function that AutoGraph converts, wherever it is called from.
-
-    `by_autograph` converts nothing in code that AutoGraph was told to leave alone.
+    It is converted wherever it is called from, also in code that AutoGraph was told to leave alone.
     """
     recursive = converter.ConversionOptions(recursive=True)
-    status = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, options=recursive)
-    converted: Callable[..., Any] = tf.__internal__.autograph.tf_convert(function, status)
-    return converted
+
+    def enabled() -> ag_ctx.ControlStatusCtx:
+        return ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, options=recursive)
+
+    converted = tf.__internal__.autograph.tf_convert(function, enabled())
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # The function of a `tf.function` that was traced before asks the context once more.
+        with enabled():
+            return converted(*args, **kwargs)
+
+    return call
 
 
 def traces_of(function: Any) -> list[Any]:

@@ -132,13 +132,21 @@ class CustomStep(keras.Sequential):
         return super().train_step(data)
 
 
+class StepInAFunction(CustomStep):
+    @tf.function  # type: ignore[untyped-decorator]
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
 def functions_converted_by_autograph() -> Any:
-    """Returns the functions that AutoGraph converts for Keras' step, and for a custom one."""
+    """Returns what AutoGraph converts for Keras' step, a custom one, and one in a tf.function."""
     with here.strategy.scope():
-        custom = prepare(CustomStep([keras.Input((6,)), keras.layers.Dense(3, "softmax")]))
-        custom.compile("sgd", "sparse_categorical_crossentropy")
+        layers = [keras.Input((6,)), keras.layers.Dense(3, "softmax")]
+        models = [classifier(), prepare(CustomStep(layers)), prepare(StepInAFunction(layers))]
+        for model in models[1:]:
+            model.compile("sgd", "sparse_categorical_crossentropy")
     found = []
-    for model in (classifier(), custom):
+    for model in models:
         seen: set[str] = set()
 
         def note(frame: Any, event: str, argument: Any, seen: set[str] = seen) -> None:

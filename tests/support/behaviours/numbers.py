@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +461,7 @@ class StepInAFunction(keras.Model):
 class UpdatesSometimes(StepInAFunction):
     """Has a `train_step` that updates inside a condition."""
 
+    @tf.function  # type: ignore[untyped-decorator]
     def train_step(self, data: Any) -> dict[str, Any]:
         loss, gradients = self.computed(data)
         if loss > 0.1:
@@ -467,21 +469,22 @@ class UpdatesSometimes(StepInAFunction):
         return {"mean_loss": loss}
 
 
-def _fit_custom(model: keras.Model) -> Any:
+def _fit_custom(make: Callable[[], keras.Model]) -> Any:
     keras.utils.set_random_seed(1)
-    prepare(model).compile("sgd")
+    model = prepare(make())
+    model.compile("sgd")
     history = fit(model, x=X[:61], y=Y[:61], shuffle=False)
     return [history, weights_of(model)]
 
 
 def custom_step_in_a_tf_function() -> Any:
     with here.strategy.scope():
-        return _fit_custom(StepInAFunction())
+        return _fit_custom(StepInAFunction)
 
 
 def update_in_a_condition() -> Any:
     with here.strategy.scope():
-        return _fit_custom(UpdatesSometimes())
+        return _fit_custom(UpdatesSometimes)
 
 
 def aug_mix_in_the_model() -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import types
 import warnings
@@ -393,26 +392,23 @@ def enter(model: keras.Model) -> None:
                 "strategy, so each worker would train alone. Call 'strategy = "
                 "tfmulti.make_strategy()' first, before any other TensorFlow operation."
             )
-        _warn_of_unused_strategy()
+        _warn_of_unused_devices()
 
 
 @functools.cache
-def _warn_of_unused_strategy() -> None:
-    """Warns once if this process has made a strategy of TensorFlow by itself, for other models.
+def _warn_of_unused_devices() -> None:
+    """Warns once if a model without a strategy trains on one of several devices.
 
-    TensorFlow keeps no list of strategies, so this looks at all objects of the process.
+    The user may have made a strategy by tf.distribute, and nothing in its scope.
     """
-    # Objects that stand for others, such as mocks, may say that they are of any class.
-    strategies_made = (o for o in gc.get_objects() if issubclass(type(o), tf.distribute.Strategy))
-    for strategy in strategies_made:
-        if strategy.num_replicas_in_sync > 1:
-            warnings.warn(
-                f"the model trains on one device, although this process has made a "
-                f"{type(strategy).__name__} of {strategy.num_replicas_in_sync} replicas. "
-                f"{SCOPE_ADVICE}",
-                stacklevel=4,
-            )
-            return
+    devices = tf.config.get_visible_devices("GPU") or tf.config.get_visible_devices("CPU")
+    count = sum(len(tf.config.get_logical_device_configuration(d) or [d]) for d in devices)
+    if count > 1:
+        warnings.warn(
+            f"the model trains on one of {count} devices, because it is in the scope of no "
+            f"strategy. {SCOPE_ADVICE} make_strategy('one_device') says that one is enough.",
+            stacklevel=4,
+        )
 
 
 def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
