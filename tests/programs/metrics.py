@@ -15,6 +15,16 @@ from tests.programs.registry import Made, program
 BINARY = (labels() > 0).astype("float32")[:, None]
 
 
+def _evaluated(model: keras.Model, data: tf.data.Dataset) -> Made:
+    """Returns a program that evaluates a model, and trains nothing."""
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
+        return found
+
+    return Made(model, {"optimizer": sgd()}, use=use)
+
+
 class OtherKeys(keras.Model):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -193,12 +203,7 @@ def metrics_of_selected_and_mixed_rows() -> Made:
     inputs = keras.Input((4,))
     model = OfOtherValues(inputs, layers.Dense(1, "sigmoid")(inputs))
     data = batches(features(4), BINARY)
-
-    def use(model: keras.Model) -> dict[str, Any]:
-        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
-        return found
-
-    return Made(model, {"optimizer": sgd()}, use=use)
+    return _evaluated(model, data)
 
 
 class WeightsOfTrackers(keras.Model):
@@ -245,12 +250,7 @@ def weights_of_trackers() -> Made:
     inputs = keras.Input((4,))
     model = WeightsOfTrackers(inputs, layers.Dense(1, "sigmoid")(inputs))
     data = batches(features(4, rows=BATCH + 1), BINARY[: BATCH + 1])
-
-    def use(model: keras.Model) -> dict[str, Any]:
-        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
-        return found
-
-    return Made(model, {"optimizer": sgd()}, use=use)
+    return _evaluated(model, data)
 
 
 class BuiltInTheStep(keras.Model):
@@ -407,12 +407,7 @@ def _trackers(cls: type[MeanOfScalars]) -> Made:
     inputs = keras.Input((4,))
     model = cls(inputs, layers.Dense(3, "softmax")(inputs))
     data = batches(features(4), labels())
-
-    def use(model: keras.Model) -> dict[str, Any]:
-        found: dict[str, Any] = model.evaluate(data, verbose=0, return_dict=True)
-        return found
-
-    return Made(model, {"optimizer": sgd()}, use=use)
+    return _evaluated(model, data)
 
 
 class Segmenter(keras.metrics.MeanIoU):

@@ -63,7 +63,7 @@ def _with_labels(function: Callable[..., Any]) -> Callable[[Any], Any]:
 def _metric_of_rows(
     original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
 ) -> Any:
-    """Updates a metric that adds up what it computes from rows, for `update_state`."""
+    """Calls `update_state` of a metric of Keras that adds up what it computes from each row."""
     _, *values = tf.nest.flatten((args, kwargs))
     kinds = {row_labels.label_of(value).kind for value in values if value is not None}
     have_rows = not global_values.are_known(replica_slice) or kinds <= {Kind.ROWS, Kind.LOCAL}
@@ -173,8 +173,7 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     if weight_kind in (Kind.ALIKE, Kind.COUNT):
         average = global_values.averaged(replica_slice, tensor)
         if weight is not None:
-            weight = global_values.of_one_device(replica_slice, weight)
-            return average, replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
+            return average, _part_of_weight(replica_slice, weight)
         # Without weights each value of a vector counts by itself, so each gets the part as its
         # weight. With one weight for all of them, Keras would count their mean once.
         return average, tf.fill(
@@ -183,9 +182,14 @@ def _counted_once(replica_slice: ReplicaSlice, values: Any, weight: Any) -> tupl
     if weight_kind is Kind.SUM:
         part = global_values.part_of_sum(replica_slice, weight)
         return global_values.of_one_device(replica_slice, tensor), part
-    global_weight = global_values.of_one_device(replica_slice, weight)
-    own_part = tf.cast(global_weight, replica_slice.weight.dtype) * replica_slice.weight
+    own_part = _part_of_weight(replica_slice, weight)
     return global_values.of_one_device(replica_slice, tensor), own_part
+
+
+def _part_of_weight(replica_slice: ReplicaSlice, weight: Any) -> tf.Tensor:
+    """Returns this replica's part, by its rows, of the weight of a batch on one device."""
+    weight = global_values.of_one_device(replica_slice, weight)
+    return replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
 
 
 def _weight_of_rows(replica_slice: ReplicaSlice, weight: Any) -> Any:
@@ -194,8 +198,7 @@ def _weight_of_rows(replica_slice: ReplicaSlice, weight: Any) -> Any:
         return weight
     # Keras takes the mean of the values, and counts it by such a weight.
     if tf.convert_to_tensor(weight).shape.rank == 0:
-        weight = global_values.of_one_device(replica_slice, weight)
-        return replica_slice.weight * tf.cast(weight, replica_slice.weight.dtype)
+        return _part_of_weight(replica_slice, weight)
     if weigh_rows(replica_slice, weight):
         return weight
     return global_values.read_rows(replica_slice, weight)

@@ -193,6 +193,11 @@ def step_replaced(model: keras.Model, step: Callable[[Any], Any]) -> Iterator[No
         del vars(model)["train_step"]
 
 
+def has_own_step(model: keras.Model, name: str) -> bool:
+    """Returns whether a model's `train_step` or `test_step` is the user's own."""
+    return getattr(type(model), name) is not getattr(keras.Model, name)
+
+
 def has_own_activation(layer: Any) -> bool:
     """Returns whether an activation of a layer is the user's own, which may use other rows."""
     return not all(map(is_of_keras, activations_of(layer)))

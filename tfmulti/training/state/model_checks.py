@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.errors import ModelError, TfmultiError, without_layer
 from tfmulti.keras_patches.classes import original_classes
-from tfmulti.keras_patches.model_structure import build_from_specs, layers_of
+from tfmulti.keras_patches.model_structure import build_from_specs, has_own_step, layers_of
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
@@ -140,8 +140,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     several = model.distribute_strategy.num_replicas_in_sync > 1
     # A step with several optimizers updates some of the weights by each. Keras would build the
     # compiled optimizer for all weights.
-    is_own = type(model).train_step is not keras.Model.train_step
-    by_trace = is_own and len(optimizers_of(model)) > 1
+    by_trace = has_own_step(model, "train_step") and len(optimizers_of(model)) > 1
     try:
         with model.distribute_strategy.scope():
             build_from_specs(model, specs, with_optimizer=not by_trace)
@@ -192,8 +191,7 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
 
 def _takes_batches_as_keras(model: keras.Model) -> bool:
     """Returns whether both steps are Keras' own, which take (x, y, sample_weight)."""
-    cls, base = type(model), keras.Model
-    return cls.train_step is base.train_step and cls.test_step is base.test_step
+    return not (has_own_step(model, "train_step") or has_own_step(model, "test_step"))
 
 
 def _build_by_own_step(model: keras.Model, specs: Any) -> None:
@@ -202,7 +200,7 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
     The model's `call` need not use all of them. Plain Keras builds them when it traces the step.
     """
     if (
-        type(model).train_step is keras.Model.train_step
+        not has_own_step(model, "train_step")
         or state_of(model).traced.optimizer_variables is not None
     ):
         return
@@ -259,13 +257,13 @@ def _build_metrics(model: keras.Model, specs: Any) -> None:
 
     A metric that a replica's step builds would have variables of which that step knows nothing.
     """
-    cls, base = type(model), keras.Model
-    for step, is_own, function in (
-        (model.train_step, cls.train_step is not base.train_step, model.train_function),
-        (model.test_step, cls.test_step is not base.test_step, model.test_function),
+    for name, function in (
+        ("train_step", model.train_function),
+        ("test_step", model.test_function),
     ):
-        if is_own and function is None and not all(m.variables for m in model.metrics):
-            _built_by_trace(model, step, specs)
+        is_new = function is None and has_own_step(model, name)
+        if is_new and not all(m.variables for m in model.metrics):
+            _built_by_trace(model, getattr(model, name), specs)
 
 
 def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) -> bool:

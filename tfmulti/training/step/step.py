@@ -26,7 +26,7 @@ from tfmulti.distribution import collectives, replica_context, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches import layers
-from tfmulti.keras_patches.model_structure import all_metric_variables
+from tfmulti.keras_patches.model_structure import all_metric_variables, has_own_step
 from tfmulti.keras_patches.random_numbers import share_generator
 from tfmulti.keras_patches.tracing import by_autograph
 from tfmulti.training.input.pipeline import from_batch
@@ -181,8 +181,7 @@ def make_step(
             states=states,
             note_gather=lambda: setattr(state.traced, "gathers", True),
         )
-        is_own = type(model).test_step is not keras.Model.test_step
-        if not training and (is_own or layers.has_own_layers(model)):
+        if not training and (has_own_step(model, "test_step") or layers.has_own_layers(model)):
             replica_slice = replica_slice._replace(note_trusted=replica_slice.note_unknown)
         with collectives.serving("step", placement):
             if passes == 1:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.replica_slice import compiling
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.keras_patches.model_structure import layers_of
+from tfmulti.keras_patches.model_structure import has_own_step, layers_of
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.microbatches import giving_gradients_to
 
@@ -49,7 +49,7 @@ def xla_compiled(model: keras.Model, step: Step) -> Step:
 
 def _obstacle(model: keras.Model) -> str | None:
     """Returns why XLA cannot compile a model's step, or None if only tracing can show it."""
-    if type(model).train_step is not keras.Model.train_step:
+    if has_own_step(model, "train_step"):
         return "a train_step of your own may read variables after their update"
     if state_of(model).options.microbatches > 1:
         return "--microbatches takes several passes"
