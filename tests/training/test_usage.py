@@ -203,6 +203,8 @@ MISTAKES = [
     (numbers.update_in_a_condition, "ModelError", "inside a condition"),
     (numbers.aug_mix_in_the_model, "ModelError", "Put it into the data (dataset.map)"),
     (numbers.stateful_lstm, "ModelError", "keeps a state for each row"),
+    (numbers.result_that_changes_the_state, "ModelError", "changes its variable 'halved/total'"),
+    (numbers.metric_of_a_bool, "ModelError", "'above/seen' is a bool"),
 ]
 
 

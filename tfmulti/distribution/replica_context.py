@@ -494,6 +494,9 @@ def global_metrics(
         values: the values of these variables on this replica.
         results: computes the results from those variables, and from the summed `extra`.
         extra: further scalars to add up in the same collective.
+
+    Raises:
+        ModelError: the `result` of a metric changes a variable.
     """
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
@@ -508,7 +511,14 @@ def global_metrics(
         for v, total in zip(variables, totals, strict=False)
     ]
     sums = totals[len(local) :]
-    if replicas == 1:
-        return results(sums), sums
-    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
-        return results(sums), sums
+    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))) as scope:
+        given = [scope.get_current_value(v) for v in variables]
+        computed = results(sums)
+    for variable, state in zip(variables, given, strict=True):
+        if scope.get_current_value(variable) is not state:
+            raise ModelError(
+                f"result() of a metric changes its variable {variable.path!r}. Results are "
+                "computed from the states of all replicas, and not after each step, so change "
+                "variables in update_state."
+            )
+    return computed, sums

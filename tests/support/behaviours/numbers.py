@@ -487,6 +487,50 @@ def update_in_a_condition() -> Any:
         return _fit_custom(UpdatesSometimes)
 
 
+class HalvesItsSum(keras.metrics.Metric):
+    """Has a `result` that changes the state."""
+
+    def __init__(self) -> None:
+        super().__init__(name="halved")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(y_pred))
+
+    def result(self) -> Any:
+        self.total.assign(self.total / 2)
+        return self.total.value
+
+
+class AnyAbove(keras.metrics.Metric):
+    """Has a state that is true or false."""
+
+    def __init__(self) -> None:
+        super().__init__(name="above")
+        self.seen = self.add_weight(shape=(), dtype="bool", name="seen", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.seen.assign(keras.ops.logical_or(self.seen, keras.ops.any(y_pred > 0.1)))
+
+    def result(self) -> Any:
+        return keras.ops.cast(self.seen, "float32")
+
+
+def _evaluate_with(make: Callable[[], keras.metrics.Metric]) -> Any:
+    with here.strategy.scope():
+        model = classifier(keras.layers.Dense(3))
+        model.compile(loss="sparse_categorical_crossentropy", metrics=[make()])
+    return prepare(model).evaluate(X[:61], Y[:61], verbose=0)
+
+
+def result_that_changes_the_state() -> Any:
+    return _evaluate_with(HalvesItsSum)
+
+
+def metric_of_a_bool() -> Any:
+    return _evaluate_with(AnyAbove)
+
+
 def aug_mix_in_the_model() -> Any:
     layers = [
         keras.layers.Reshape((2, 1, 3)),

@@ -68,6 +68,22 @@ def check_scope(model: keras.Model) -> None:
                 )
 
 
+def check_metrics_add_up(model: keras.Model) -> None:
+    """Raises an error if a metric has a bool as its state and there are several replicas.
+
+    Raises:
+        ModelError: there are several replicas, and a metric's variable is a bool.
+    """
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return
+    for variable in metric_variables(model):
+        if variable.dtype == "bool":
+            raise ModelError(
+                f"the metrics' variable {variable.path!r} is a bool. The replicas' states of a "
+                "metric are added up, so keep a number, such as a count."
+            )
+
+
 def check_rows_are_free(model: keras.Model) -> None:
     """Raises an error if a layer keeps a state for each row and there are several replicas.
 
@@ -133,8 +149,8 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             although there is only one replica. With several replicas they are always built.
 
     Raises:
-        ModelError: the model cannot compute such a batch, a part was made outside the scope, or a
-            layer is stateful and there are several replicas.
+        ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
+            there are several replicas, and a layer is stateful or a metric's variable is a bool.
     """
     _build_by_own_step(model, specs)
     several = model.distribute_strategy.num_replicas_in_sync > 1
@@ -149,6 +165,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             raise ModelError(
                 f"the optimizer was made outside the strategy's scope. {relocation.SCOPE_ADVICE}"
             ) from None
+        check_metrics_add_up(model)
         if _takes_batches_as_keras(model):
             explain(model, specs, error)
             raise
@@ -159,6 +176,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     if several:
         _build_metrics(model, specs)
     check_scope(model)
+    check_metrics_add_up(model)
     check_rows_are_free(model)
 
 
