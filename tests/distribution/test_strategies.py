@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.support.forked import run
+from tests.support.processes import tf_config
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.distribution.strategies import threads_of
 from tfmulti.launch.addresses import reserved
@@ -66,6 +68,30 @@ from tfmulti.distribution.strategies import device_names, placement_of
 def test_make_strategy(tmp_path: Path, code: str, expected: str) -> None:
     done = run(["-c", HEAD + textwrap.dedent(code)], tmp_path, limit_s=60)
     assert expected in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "start"),
+    [
+        (["-c", HEAD + "make_strategy()"], 1, "tfmulti.errors.ClusterError"),
+        (["-m", "tfmulti.fit"], 2, "tfmulti"),
+    ],
+    ids=["script", "command"],
+)
+def test_a_port_that_another_program_uses_is_named(
+    tmp_path: Path, argv: list[str], code: int, start: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        env = {"TF_CONFIG": tf_config([address, "127.0.0.1:1"], 0)}
+        done = run(argv, tmp_path, env=env, cwd=here, limit_s=60)
+    assert done.returncode == code
+    line = done.stderr.strip().rpartition("\n")[2]
+    assert line.startswith(f"{start}: this worker cannot listen at {address}: ")
+    assert "Is the port in use, or the address another machine's? End the program" in line
+    assert not list(here.iterdir())
 
 
 @pytest.mark.parametrize(
