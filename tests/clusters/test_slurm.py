@@ -171,6 +171,24 @@ def test_one_task_of_an_array_is_requeued(slurm: Slurm) -> None:
     assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "0"), slurm.logs()
 
 
+def test_an_array_of_two_jobs_trains_and_one_is_requeued(
+    slurm: Slurm, whole: dict[str, Any]
+) -> None:
+    """Both run on the same nodes, and end equal to the bit to a job that runs alone."""
+    program = ("-m", "tests.support.slow_training", "array-%a", str(EPOCHS), "wait")
+    job = slurm.submit(BatchScript(program=program, nodes=2, name="array", array="1-2").text)
+    for number in (1, 2):
+        _wait_for_epochs(slurm, f"array-{number}", 2)
+    assert slurm.about(f"{job}_1")["JobState"] == "RUNNING"
+    assert slurm.run("scancel", "--signal=TERM", f"{job}_2").returncode == 0
+    for number in (1, 2):
+        (slurm.folder / f"array-{number}" / "go").touch()
+    for number, restarts in ((1, "0"), (2, "1")):
+        about = slurm.wait(f"{job}_{number}", LIMIT_S)
+        assert (about["JobState"], about["Restarts"]) == ("COMPLETED", restarts), slurm.logs()
+        assert result_of(slurm, f"array-{number}") == whole
+
+
 def test_a_job_that_must_not_be_requeued_ends(slurm: Slurm) -> None:
     job = saving(slurm, "ends", requeue=False)
     assert slurm.run("scancel", "--signal=TERM", job).returncode == 0
