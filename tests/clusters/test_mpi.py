@@ -293,7 +293,8 @@ CHANGED = {"h1:2,h2:2": "h1:1,h2:1", "/shared/": "", "tfmulti.fit": "tfmulti.fit
 
 
 @pytest.mark.parametrize(
-    ("number", "run_dir", "count"), [(0, "runs/digits", 3), (1, "a", 2), (2, "a", 2)]
+    ("number", "run_dir", "count"),
+    [(0, "runs/digits", 2), (0, "runs/digits", 3), (1, "a", 2), (2, "a", 2)],
 )
 def test_the_commands_of_the_page_run(
     tmp_path: Path, hosts: Hosts, one_device: dict[str, Any], number: int, run_dir: str, count: int
