@@ -849,6 +849,8 @@ def test_the_hosts_of_an_allocation_are_taken(tmp_path: Path) -> None:
     assert argv[0] == "srun"
     assert "--nodelist=n2" in argv
     assert "-m tfmulti.launch.agent" in argv[-1]
+    # https://github.com/openpbs/openpbs/blob/master/doc/man1/qsub.1B for PBS, and for LSF
+    # https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=variables-environment-set-job-execution
     file = tmp_path / "nodes"
     file.write_text("h1\nh1\nh2\n")
     for env in (
