@@ -20,8 +20,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from tensorboard.compat.proto import event_pb2
 
 from tests.support.launching import wait_for
 from tests.support.processes import processes
@@ -30,6 +33,8 @@ from tfmulti.config import run_directory
 from tfmulti.distribution.strategies import Placement
 from tfmulti.errors import ResumeError
 from tfmulti.run import train
+from tfmulti.run.callbacks.scalars import WritesScalars
+from tfmulti.run.callbacks.tensorboard import TensorBoard
 from tfmulti.training.checkpoint import owner
 from tfmulti.training.checkpoint.file_format import Checkpoints, Record
 from tfmulti.training.checkpoint.owner import FILE, NotOwnerError, Owner, Ownership, ownership_of
@@ -305,6 +310,34 @@ def test_no_file_of_a_runs_folder_is_replaced_or_removed_by_who_has_lost_it(
         run_directory.write_text(outside, "elsewhere")
     assert inside.read_text() == "mine"
     assert not list(tmp_path.glob(".partial-*"))
+    live.release()
+
+
+def test_who_has_lost_the_folder_writes_no_scalars(tmp_path: Path) -> None:
+    stale = Ownership(tmp_path / "checkpoints", job(0), lambda code: None)
+    live = Ownership(tmp_path / "checkpoints", job(1))
+    stale.take()
+    board, scalars = TensorBoard(tmp_path / "board"), WritesScalars(tmp_path / "board")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    board.set_model(model)
+    with run_directory.guarded(tmp_path, stale.check):
+        board.on_epoch_end(0, {"loss": 1.0})
+        scalars.write_scalars(0, {"speed": 1.0})
+        live.take()
+        with pytest.raises(NotOwnerError):
+            board.on_epoch_end(1, {"loss": 2.0})
+        with pytest.raises(NotOwnerError):
+            scalars.write_scalars(1, {"speed": 2.0})
+    for writer in (board, scalars):
+        writer.get_state()
+    steps = [
+        event_pb2.Event.FromString(record.numpy()).step
+        for path in tmp_path.rglob("*tfevents*")
+        for record in tf.data.TFRecordDataset(str(path))
+    ]
+    assert steps
+    assert set(steps) == {0}
     live.release()
 
 

@@ -173,7 +173,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if partial.is_file():
             with open(partial, "rb") as file:
                 os.fsync(file.fileno())
-        _check_guards(path)
+        check_guards(path)
         if partial.is_dir() and path.is_dir():
             shutil.rmtree(path)
         os.replace(partial, path)
@@ -219,7 +219,7 @@ def guarded(folder: Path, check: Callable[[], None]) -> Iterator[None]:
         del _guards[folder.absolute()]
 
 
-def _check_guards(path: Path) -> None:
+def check_guards(path: Path) -> None:
     """Calls the checks of all guarded folders that contain a path."""
     for folder, check in list(_guards.items()):
         if path.absolute().is_relative_to(folder):
@@ -228,7 +228,7 @@ def _check_guards(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file if it exists."""
-    _check_guards(path)
+    check_guards(path)
     path.unlink(missing_ok=True)
 
 

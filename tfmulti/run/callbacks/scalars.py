@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti.config.run_directory import check_guards
+
 
 class WritesScalars(keras.callbacks.Callback):
     """Writes scalars for TensorBoard, and keeps nothing in checkpoints.
@@ -27,6 +29,7 @@ class WritesScalars(keras.callbacks.Callback):
         """Writes scalars by their names in TensorBoard."""
         if self._folder is None:
             return
+        check_guards(Path(self._folder))
         if self._writer is None:
             self._writer = tf.summary.create_file_writer(str(self._folder))
         with self._writer.as_default(step=epoch):

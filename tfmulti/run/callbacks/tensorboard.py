@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorboard.compat.proto import event_pb2
 from tensorboard.plugins.hparams import api as hparams
 
-from tfmulti.config.run_directory import remove, replacing
+from tfmulti.config.run_directory import check_guards, remove, replacing
 from tfmulti.keras_patches.model_structure import flush_tensorboard
 
 
@@ -58,6 +58,7 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Writes the hyper-parameters, and calls Keras' callback."""
+        check_guards(self._folder)
         super().on_train_begin(logs)
         if not self._parameters:
             return
@@ -87,10 +88,12 @@ class TensorBoard(keras.callbacks.TensorBoard):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the scalar metrics of the epoch."""
+        check_guards(self._folder)
         super().on_epoch_end(epoch, _scalars(logs))
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Writes the scalar metrics of the evaluation."""
+        check_guards(self._folder)
         super().on_test_end(_scalars(logs))
 
     def _remove_repeated_events(self, more: int = 0) -> None:
