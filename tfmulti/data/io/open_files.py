@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tfmulti.config.limited_reading import open_regular
+from tfmulti.config.run_directory import replacing
 from tfmulti.data.io.files import as_os_error, gfile, is_remote
 
 # One source keeps at most this many files open.
@@ -96,18 +97,15 @@ def write_atomically(path: str, data: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    if not is_remote(path):
+        with replacing(Path(path)) as local:
+            local.write_bytes(data)
+        return
     folder, name = os.path.split(path)
     # Each writer has a partial file of its own, and renaming replaces the file at once.
     partial = os.path.join(folder, f".partial-{uuid.uuid4().hex}-{name}")
-    if is_remote(path):
-        remote = gfile()
-        with as_os_error():
-            with remote.GFile(partial, "wb") as file:
-                file.write(data)
-            remote.rename(partial, path, overwrite=True)
-        return
-    try:
-        Path(partial).write_bytes(data)
-        os.replace(partial, path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    remote = gfile()
+    with as_os_error():
+        with remote.GFile(partial, "wb") as file:
+            file.write(data)
+        remote.rename(partial, path, overwrite=True)
