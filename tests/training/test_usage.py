@@ -226,6 +226,8 @@ def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> N
 @behaviour(
     usage.different_data_on_each_worker,
     usage.batches_whose_digests_differ_by_one,
+    usage.other_batches_to_predict_on_each_worker,
+    usage.another_batch_to_predict_on_each_worker,
     at=[TWO_WORKERS],
 )
 def test_different_data_on_workers_is_an_error(errors: list[list[str]]) -> None:

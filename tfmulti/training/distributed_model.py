@@ -490,13 +490,17 @@ class DistributedModel(keras.Model):
         """Returns the outputs of one global batch of arrays, rows in order; see Keras.
 
         Every worker calls it with the whole global batch.
+
+        Raises:
+            DataError: the workers have different batches.
         """
         if self.predict_function is None:
             relocation.enter(self)
         self.make_predict_function()
         batch = from_batch(_one_batch(x, None, None), self._placement)
-        outputs = self.predict_function(batch).outputs
-        return tf.nest.map_structure(loops.concatenated, outputs)
+        predicted = self.predict_function(batch)
+        same_data.check_same_batches(predicted.digests)
+        return tf.nest.map_structure(loops.concatenated, predicted.outputs)
 
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
         """Saves the model as Keras does, so that it loads without tfmulti.

@@ -283,6 +283,15 @@ def more_rows_to_predict_on_one_worker() -> Any:
     return classifier().predict(X[: 24 + 24 * here.placement.rank], batch_size=8, verbose=0)
 
 
+def other_batches_to_predict_on_each_worker() -> Any:
+    data = tf.data.Dataset.from_tensor_slices(X + here.placement.rank).batch(24)
+    return classifier().predict(data, verbose=0)
+
+
+def another_batch_to_predict_on_each_worker() -> Any:
+    return classifier().predict_on_batch(X[:24] + here.placement.rank)
+
+
 def batches_whose_digests_differ_by_one() -> Any:
     """Reads batches whose digests differ too little for sums in float32."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(24)

@@ -29,6 +29,7 @@ from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.loop.data_faults import data_faults_explained, fault_of_any
+from tfmulti.training.loop.same_data import check_same_batches
 from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state.trainer_state import state_of
@@ -307,7 +308,8 @@ def predict(
     Every worker calls it, and gets the rows in order.
 
     Raises:
-        DataError: an example cannot be read, or the data has no batches.
+        DataError: an example cannot be read, the data has no batches, or the workers have read
+            different batches.
     """
     model.stop_predicting = False
     callbacks.on_predict_begin()
@@ -322,6 +324,7 @@ def predict(
         callbacks.on_predict_batch_begin(first)
         with data_faults_explained(feed), heartbeat().working(model.predict_function):
             predicted = model.predict_function(source)
+        check_same_batches(predicted.digests)
         if several and int(predicted.lost):
             raise fault_of_any(model.distribute_strategy, feed)
         batches.append(predicted.outputs)
@@ -347,12 +350,7 @@ def run(
         result = execute(source, count, votes)
         # Reading the digests waits for the end of the execution.
         digests = result.digests.numpy() if several else [0]
-    if any(digest != digests[0] for digest in digests):
-        raise DataError(
-            "the workers read different batches: the data is shuffled without a seed, or is not "
-            "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
-            "shuffles alike everywhere."
-        )
+    check_same_batches(digests)
     # The votes are copied from the device only once.
     return result._replace(votes=Votes(*np.asarray(result.votes).astype(int).tolist()))
 

@@ -7,6 +7,7 @@ of their data. Both are collectives of exact whole numbers or bytes (`distributi
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import keras
 import numpy as np
@@ -69,4 +70,18 @@ def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:
         raise DataError(
             "the workers have different data: the kind, the number of examples, shapes, "
             "labels or values differ. Give all workers the same files."
+        )
+
+
+def check_same_batches(digests: Any) -> None:
+    """Raises an error if the digests of the workers' batches differ.
+
+    Raises:
+        DataError: the workers have read different batches. All workers raise it.
+    """
+    if len(set(np.asarray(digests).tolist())) > 1:
+        raise DataError(
+            "the workers read different batches: the data is shuffled without a seed, or is not "
+            "the same on all workers. Give shuffle(seed=...), or pass arrays, which tfmulti "
+            "shuffles alike everywhere."
         )

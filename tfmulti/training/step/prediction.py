@@ -29,7 +29,7 @@ from tfmulti.training.step.step import (
     warn_of_unknown,
     without_autograph,
 )
-from tfmulti.training.step.step_result import first_local
+from tfmulti.training.step.step_result import digest_by_rank, first_local
 
 
 class Predicted(NamedTuple):
@@ -38,10 +38,13 @@ class Predicted(NamedTuple):
     Attributes:
         outputs: the outputs of all rows.
         lost: how many examples of the batch could not be read. The caller raises an error then.
+        digests: the digest of each worker's batch, by rank. The caller raises an error if they
+            differ.
     """
 
     outputs: Any
     lost: Any
+    digests: Any
 
 
 def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
@@ -80,11 +83,13 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                     own_rows = functools.partial(global_values.own_rows, replica_slice)
                     outputs = tf.nest.map_structure(own_rows, outputs)
             if placement.workers == 1:
-                return Predicted(outputs, batch.lost)
+                return Predicted(outputs, batch.lost, [])
             lost = tf.cast(batch.lost if index == 0 else 0, tf.float32)
-            if may_lose:
-                (lost,) = replica_context.sum_by_dtype([lost])
-            return Predicted(tf.nest.map_structure(replica_context.gather_rows, outputs), lost)
+            digests = digest_by_rank(batch, index, placement)
+            digests, *summed = replica_context.sum_by_dtype([digests, *([lost] * may_lose)])
+            lost = summed[0] if may_lose else lost
+            outputs = tf.nest.map_structure(replica_context.gather_rows, outputs)
+            return Predicted(outputs, lost, digests)
 
         by_replica = strategy.run(replica_step)
         share_generator(seeds)
@@ -94,7 +99,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         outputs = tf.nest.map_structure(
             lambda v: tf.concat(strategy.experimental_local_results(v), axis=0), by_replica.outputs
         )
-        return Predicted(outputs, batch.lost)
+        return Predicted(outputs, batch.lost, [])
 
     function = predict if model.run_eagerly else without_autograph(predict)
 

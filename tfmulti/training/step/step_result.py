@@ -218,8 +218,7 @@ class Summary:
         placement = self._placement
         local = replica_context.local_index(placement.local_replicas)
         weight = batch.weight(local)
-        digest = tf.cast(batch.digest if local == 0 else 0, tf.float32)
-        digests = tf.one_hot(placement.rank, placement.workers, dtype=digest.dtype) * digest
+        digests = digest_by_rank(batch, local, placement)
         own_waited_s = waited_s = tf.cast(totals.waited_s, tf.float32)
         lost = tf.cast(totals.lost if local == 0 else 0, tf.float32)
         parts = [_part(value, weight) for value in logs.values()]
@@ -233,6 +232,18 @@ class Summary:
         waits_s = tf.stack([waited_s / placement.replicas, own_waited_s])
         result = StepResult(*final, counted, digests, totals.rows[-1], lost, waits_s)
         return result, sums[len(parts) + 4 :]
+
+
+def digest_by_rank(batch: WorkerBatch, local: int, placement: Placement) -> tf.Tensor:
+    """Returns this worker's digest at its rank, for a sum over all replicas: float32 `[workers]`.
+
+    Args:
+        batch: the batch of this worker.
+        local: the index of this replica among those of this worker, of which the first one counts.
+        placement: this worker's place among the others.
+    """
+    digest = tf.cast(batch.digest if local == 0 else 0, tf.float32)
+    return tf.one_hot(placement.rank, placement.workers, dtype=digest.dtype) * digest
 
 
 def _part(value: Any, weight: tf.Tensor) -> tf.Tensor:
