@@ -52,6 +52,30 @@ def test_times_of_the_workers_tell_who_is_slow(
     assert found.words()
 
 
+@pytest.mark.parametrize(
+    ("by_worker", "worker"),
+    [
+        # All others wait for worker 1, which waits for all of them.
+        ([[0, 5, 1], [3, 0, 3], [1, 5, 0]], 1),
+        # Worker 2 waits for worker 0, so not all wait for worker 1.
+        ([[0, 5, 1], [3, 0, 3], [3, 3, 0]], None),
+        ([[0, 3, 3], [3, 0, 3], [3, 3, 0]], None),
+        # The link of two workers belongs to both.
+        ([[0, 6], [6, 0]], None),
+        ([], None),
+    ],
+)
+def test_the_last_messages_tell_whose_link_is_slow(
+    by_worker: list[list[float]], worker: int | None
+) -> None:
+    workers = len(by_worker) or 3
+    alike = [10.0] * workers, [0.0] * workers, [6.0] * workers
+    found = straggler_of(*alike, ADDRESSES, by_worker)
+    assert found is not None
+    assert (found.cause, found.worker) == (NETWORK, worker)
+    assert ("worker 1 (b:1): its link is slow" in found.words()) == (worker == 1)
+
+
 class Slow(ArraySource):
     """Data that the second worker reads slowly."""
 
@@ -174,19 +198,29 @@ _WHY_NOT = networks.why_not()
 
 @pytest.mark.hosts
 @pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
-def test_a_slow_network_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "slow", "named"), [(2, (1, 2), None), (3, (2,), 1)], ids=["all", "one"]
+)
+def test_a_slow_network_is_named(
+    tmp_path: Path, workers: int, slow: tuple[int, ...], named: int | None
+) -> None:
     (tmp_path / "hosts").mkdir()
     limit = ["rate", "50mbit", "burst", "64kbit", "latency", "400ms"]
-    argv = command(tmp_path, "rows", "build", "--global_batch_size", "512", "--epochs", "1")
-    with networks.hosts(2, tmp_path / "hosts") as hosts, processes(tmp_path / "logs") as group:
-        for host in (1, 2):
+    argv = command(tmp_path, "rows", "build", "--global_batch_size", "516", "--epochs", "1")
+    with (
+        networks.hosts(workers, tmp_path / "hosts") as hosts,
+        processes(tmp_path / "logs") as group,
+    ):
+        for host in slow:
             on(hosts, host, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
-        addresses = [f"{hosts.address(host)}:{PORT}" for host in (1, 2)]
-        for rank in (0, 1):
+        addresses = [f"{hosts.address(host)}:{PORT}" for host in range(1, workers + 1)]
+        for rank in range(workers):
             env = {"TF_CONFIG": tf_config(addresses, rank), **ONE_THREAD}
             group.start(argv, env, before=hosts.inside(rank + 1))
         done = group.wait(LIMIT_S)
-    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    assert [each.returncode for each in done] == [0] * workers, done[0].stderr
     found = json.loads((tmp_path / "run/report.json").read_text())["straggler"]
-    assert (found["cause"], found["worker"]) == (NETWORK, None), done[0].stdout
+    assert (found["cause"], found["worker"]) == (NETWORK, named), done[0].stdout
     assert "all workers wait for messages for" in done[0].stdout
+    where = f"worker 1 ({hosts.address(2)}:{PORT}): its link is slow"
+    assert (where in done[0].stdout) == (named == 1)

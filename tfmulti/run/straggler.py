@@ -2,7 +2,8 @@
 
 The time that a worker works is the time of its steps without waiting for others. The worker that
 works longest is the straggler if it takes 1.5 times as long as the median worker. If no worker does
-and all of them wait for half of the time, the network is slow.
+and all of them wait for half of the time, the network is slow. It is the link of one worker if the
+others wait for the messages to and from that worker alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 SLOWDOWN = 1.5
 # All workers wait for the network if each of them waits for at least this share of the steps.
 _NETWORK_SHARE = 0.5
+# The link of a worker is slow if the others wait for its messages for this share of their waits.
+_LINK_SHARE = 0.75
 COMPUTING, DATA, NETWORK = "computing", "data", "network"
 
 
@@ -25,7 +28,8 @@ class Straggler:
 
     Attributes:
         cause: `computing`, `data` or `network`.
-        worker: the rank of the slow worker. None: the network, for which all wait alike.
+        worker: the rank of the slow worker, or of the worker with the slow link. None: the network,
+            for which all wait alike.
         address: the worker's `host:port`, or an empty text.
         slowdown: how many times as long as the median worker it takes; 1.0 for the network.
         share: the share of the steps that is lost by it.
@@ -47,6 +51,11 @@ class Straggler:
     def words(self) -> str:
         """Returns what is slow, and what to do, in a line."""
         percent = f"{100 * self.share:.0f} % of the step"
+        if self.cause == NETWORK and self.worker is not None:
+            return (
+                f"all workers wait for messages for {percent}, most of it for those to and from "
+                f"worker {self.worker} ({self.address}): its link is slow; test it: tfmulti doctor"
+            )
         if self.worker is None:
             return (
                 f"all workers wait for messages for {percent}: the network is slow, or the workers "
@@ -69,6 +78,7 @@ def straggler_of(
     for_data: Sequence[float],
     for_others: Sequence[float],
     addresses: Sequence[str],
+    by_worker: Sequence[Sequence[float]] = (),
 ) -> Straggler | None:
     """Returns what the steps of an epoch have waited for, or None if nothing stands out.
 
@@ -77,6 +87,8 @@ def straggler_of(
         for_data: the part of it in which the steps waited for data.
         for_others: the part of it in which they waited for messages of other workers.
         addresses: the `host:port` of each worker.
+        by_worker: for each worker, the parts of `for_others` by the rank of the worker whose
+            message was the last one. Empty if they are not known.
 
     >>> straggler_of([10.0] * 3, [0.0] * 3, [6.0, 1.0, 5.0], ["a:1", "b:1", "c:1"]).words()[:40]
     'worker 1 (b:1) takes 1.8 × as long as th'
@@ -92,4 +104,27 @@ def straggler_of(
         slowdown = slowest_s / median_s
         return Straggler(cause, rank, addresses[rank], slowdown, lost_s / seconds[rank])
     share = min(part / total for part, total in zip(for_others, seconds, strict=True))
-    return Straggler(NETWORK, None, "", 1.0, share) if share >= _NETWORK_SHARE else None
+    if share < _NETWORK_SHARE:
+        return None
+    rank_or_none = _slow_link(by_worker)
+    address = "" if rank_or_none is None else addresses[rank_or_none]
+    return Straggler(NETWORK, rank_or_none, address, 1.0, share)
+
+
+def _slow_link(by_worker: Sequence[Sequence[float]]) -> int | None:
+    """Returns the rank of the worker for whose messages all others wait, or None.
+
+    Each of two workers waits for the other one, so their link belongs to both.
+    """
+    if len(by_worker) < 3:
+        return None
+    waited_for = [
+        rank
+        for rank in range(len(by_worker))
+        if all(
+            waits[rank] >= _LINK_SHARE * sum(waits)
+            for other, waits in enumerate(by_worker)
+            if other != rank
+        )
+    ]
+    return waited_for[0] if len(waited_for) == 1 else None

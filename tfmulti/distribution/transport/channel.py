@@ -80,8 +80,9 @@ class _Exchange:
     def __init__(self, others: int) -> None:
         self.received: dict[int, np.ndarray] = {}
         self.began_s = time.monotonic()
-        # How many messages are still to be sent or received.
+        # How many messages are still to be sent or received, and the worker of the last one.
         self.pending_messages = 2 * others
+        self.last: int | None = None
         self.error: ChannelError | None = None
         # The lock is held until the exchange ends.
         self.done = threading.Lock()
@@ -93,8 +94,9 @@ class _Exchange:
             self.error = error
             self.done.release()
 
-    def count(self) -> None:
-        """Counts a message that was sent or received; the last one ends the exchange."""
+    def count(self, rank: int) -> None:
+        """Counts a message to or from the worker `rank`; the last one ends the exchange."""
+        self.last = rank
         self.pending_messages -= 1
         if self.pending_messages == 0:
             self.end()
@@ -102,7 +104,7 @@ class _Exchange:
     def take(self, rank: int, payload: np.ndarray) -> None:
         """Takes the message of the worker `rank`."""
         self.received[rank] = payload
-        self.count()
+        self.count(rank)
 
 
 class _Peer:
@@ -143,8 +145,10 @@ class Channel:
         # The bytes that were given to `send`, and those of them that are rows.
         self.sent_bytes = 0
         self.sent_row_bytes = 0
-        # The total time that `receive` has waited.
+        # The total time that `receive` has waited, and the parts of it by the worker whose message
+        # was the last one.
         self.waited_s = 0.0
+        self.waited_for_s = dict.fromkeys(connections, 0.0)
         self._peers = [_Peer(rank, connection) for rank, connection in sorted(connections.items())]
         self._peer_of = {peer.connection.fileno(): peer for peer in self._peers}
         # Guards the exchanges and the early messages, which several threads change.
@@ -215,6 +219,8 @@ class Channel:
                 self._open[key].popleft()
                 now_s = time.monotonic()
                 self.waited_s += now_s - began_s
+                if exchange.last is not None:
+                    self.waited_for_s[exchange.last] += now_s - began_s
                 missing = self._missing(exchange)
                 self._last.append(ExchangeRecord(key, exchange.began_s, now_s, missing))
         if exchange.error is not None:
@@ -351,7 +357,7 @@ class Channel:
                 if not parts or peer.lost is not None:
                     peer.outgoing.popleft()
                     with self._lock:
-                        exchange.count()
+                        exchange.count(peer.rank)
         except BlockingIOError:
             is_full = True
         except OSError as error:
