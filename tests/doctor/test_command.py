@@ -35,11 +35,14 @@ def test_two_replicas_are_tried_by_training(tmp_path: Path) -> None:
     assert found["strategy"]["measured"].startswith("mirrored: ")
     assert "over 2 devices in" in found["all-reduce"]["measured"]
     assert "differ by" in found["numbers"]["measured"]
-    names = ("all-reduce", "digits", "numbers", "first step")
+    names = ("all-reduce", "digits", "numbers", "first step", "loss")
     assert {found[name]["status"] for name in names} == {"ok"}
     first = r"mlp: the first step on 2 devices gave one device's numbers \(\d+ compared\)"
     assert re.fullmatch(first, found["first step"]["measured"])
     assert "examples/s on one device" in found["throughput"]["measured"]
+    losses = re.search(r"steps later: ([0-9.]+) → ([0-9.]+)$", found["loss"]["measured"])
+    assert losses is not None
+    assert float(losses[2]) < float(losses[1])
     assert not list(tmp_path.glob("runs*"))
 
 

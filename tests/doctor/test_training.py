@@ -41,6 +41,25 @@ def test_a_loss_must_fall(losses: list[float], status: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "last", "steps", "status"),
+    [
+        (2.0, 1.9, 5, OK),
+        (2.0, 2.1, 5, OK),  # so few steps tell nothing
+        (2.0, 2.1, 50, WARNING),
+        (2.0, float("nan"), 5, FAILED),
+        (2.0, float("inf"), 500, FAILED),
+    ],
+)
+def test_the_loss_of_the_named_model_must_fall(
+    first: float, last: float, steps: int, status: str
+) -> None:
+    (finding,) = training.loss_findings("mine:model", first, last, steps)
+    assert finding.status == status
+    assert f"{first:.3f} → {last:.3f}" in finding.measured
+    assert training.loss_findings("mine:model", None, None, steps) == []
+
+
+@pytest.mark.parametrize(
     ("losses", "status"),
     [([2.0, 1.0], OK), ([2.0001, 1.0], OK), ([2.0, 1.01], FAILED), ([2.0, np.nan], FAILED)],
 )

@@ -47,6 +47,8 @@ DIGITS_EPOCHS, DIGITS_BATCH = 3, 64
 # far less than this.
 _ROUNDING = 1e-3
 _MEASURED_S, _BATCH = 2.0, 64
+# Fewer steps may be too few for a loss to fall.
+_LEARNING_STEPS = 50
 _SUM_SIZES = (4_096, 524_288, 8_388_608)  # bytes
 # A worker whose step takes so much longer than the median worker's is a straggler. Shorter
 # differences are noise.
@@ -126,8 +128,8 @@ def _findings_of_all(setup: Setup, own_findings: list[Finding]) -> list[Finding]
         findings += [
             finding
             for finding in findings_of(json_values.parse(sent or b"[]"), rank)
-            # Every worker measures the throughput of the whole job, and the chief reports it.
-            if finding.status != OK and finding.check != "throughput"
+            # Every worker measures these for the whole job, and the chief reports them.
+            if finding.status != OK and finding.check not in ("loss", "throughput")
         ]
     return findings
 
@@ -341,21 +343,54 @@ def _speed(setup: Setup, network: NetworkModel | None) -> list[Finding]:
     placement, rows = setup.placement, setup.batch.per_replica_batch_size
     model = compiled(setup)
     warm, _ = trained(setup, model, 3)
+    first_loss = _last_loss(model)
     if placement.replicas == 1:
         executions = agreed(setup, model, warm, None, _MEASURED_S)
         with Utilization(os.environ) as used:
             phase, _ = trained(setup, model, executions)
         speed = phase.examples / phase.seconds
         measured = f"{setup.config.model}: {speed:,.0f} examples/s on one device"
-        return [Finding("throughput", OK, measured), *_busy(setup, used)]
+        losses = loss_findings(str(setup.config.model), first_loss, _last_loss(model), phase.steps)
+        return [*losses, Finding("throughput", OK, measured), *_busy(setup, used)]
     findings = [first_step_finding(setup, model)]
     alone_model = without_peers(setup, rows)
     executions = agreed(setup, model, warm, None, _MEASURED_S)
     with Utilization(os.environ) as used:
         together, _, alone = in_turns(setup, model, alone_model, executions)
     assert alone is not None
+    findings += loss_findings(
+        str(setup.config.model), first_loss, _last_loss(model), together.steps
+    )
     findings += [_throughput(setup, model, network, together, alone), *_busy(setup, used)]
     return findings + _stragglers(setup, alone) + _memory(setup)
+
+
+def _last_loss(model: keras.Model) -> float | None:
+    """Returns the mean loss of the last `fit`; None if the model's own step logs no loss."""
+    losses = model.history.history.get("loss")
+    return None if losses is None else float(np.mean(losses[-1]))
+
+
+def loss_findings(model: str, first: float | None, last: float | None, steps: int) -> list[Finding]:
+    """Returns whether the loss of the model falls while its speed is measured.
+
+    Args:
+        model: the name of the model.
+        first: the mean loss of the first steps; None if there is no loss.
+        last: the mean loss of the last steps.
+        steps: the number of steps between them.
+    """
+    if first is None or last is None:
+        return []
+    measured = f"{model}: the loss of the first steps and of those {steps} steps later: "
+    measured += f"{first:.3f} → {last:.3f}"
+    rule = f"the loss is finite, and falls within {_LEARNING_STEPS} steps"
+    advice = "Try a lower --learning_rate, and look at the data."
+    if not math.isfinite(last):
+        return [Finding("loss", FAILED, measured, rule, advice)]
+    if last >= first and steps >= _LEARNING_STEPS:
+        return [Finding("loss", WARNING, measured, rule, advice)]
+    return [Finding("loss", OK, measured)]
 
 
 def first_step_finding(setup: Setup, model: keras.Model) -> Finding:
