@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import tensorflow as tf
 import tfmulti
 from tests.support import forked
 from tests.support.processes import Finished, run
+from tfmulti.run.tuning import unpack
 
 pytestmark = pytest.mark.processes
 
@@ -154,6 +157,27 @@ def test_an_oracle_that_ends_the_search_ends_it_on_all_workers(tmp_path: Path) -
     for rank in (0, 1):
         (log,) = (tmp_path / "logs").rglob(f"worker_{rank}/stderr.log")
         assert words in log.read_text()
+
+
+def archive_of(*names: str) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name in names:
+            archive.writestr(name, "{}")
+    return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil.json", "/evil.json", "trial_1/../../evil", ".evil", "trial_1/a/b", "other/b"]
+)
+def test_files_of_the_chief_with_other_names_are_not_written(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "project"
+    with pytest.raises(tfmulti.DataError, match="the chief has sent a file with the name"):
+        unpack(archive_of("oracle.json", name), folder)
+    assert not list(tmp_path.iterdir())
+    names = ["oracle.json", "trial_00a1/trial.json", "trial_00a1/checkpoint.weights.h5"]
+    unpack(archive_of(*names), folder)
+    assert all((folder / each).read_text() == "{}" for each in names)
 
 
 def test_other_arguments_are_refused() -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
@@ -217,11 +218,31 @@ def _send(strategy: tf.distribute.Strategy, folder: Path, files: Iterable[Path])
     def packed() -> bytes:
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as archive:
-            for path in files:
+            for path in filter(Path.is_file, files):
                 archive.write(path, path.relative_to(folder))
         return data.getvalue()
 
     sent = _from_chief(strategy, packed)
     if not placement_of(strategy).is_chief:
-        with zipfile.ZipFile(io.BytesIO(sent)) as archive:
-            archive.extractall(folder)
+        unpack(sent, folder)
+
+
+# A file of KerasTuner in its project's folder, or in that of a trial.
+_FILE = re.compile(r"(trial_\w+/)?\w[\w.-]*", re.ASCII)
+
+
+def unpack(data: bytes, folder: Path) -> None:
+    """Writes the files of an archive into a folder, if all have names as KerasTuner gives them.
+
+    Args:
+        data: the archive, which the chief has sent.
+        folder: the folder, which may not exist yet.
+
+    Raises:
+        DataError: a file has another name. No file is written.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for name in archive.namelist():
+            if not _FILE.fullmatch(name):
+                raise DataError(f"the chief has sent a file with the name {name[:80]!r}")
+        archive.extractall(folder)
