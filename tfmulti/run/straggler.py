@@ -106,9 +106,8 @@ def straggler_of(
     share = min(part / total for part, total in zip(for_others, seconds, strict=True))
     if share < _NETWORK_SHARE:
         return None
-    rank_or_none = _slow_link(by_worker)
-    address = "" if rank_or_none is None else addresses[rank_or_none]
-    return Straggler(NETWORK, rank_or_none, address, 1.0, share)
+    worker = _slow_link(by_worker)
+    return Straggler(NETWORK, worker, "" if worker is None else addresses[worker], 1.0, share)
 
 
 def _slow_link(by_worker: Sequence[Sequence[float]]) -> int | None:
