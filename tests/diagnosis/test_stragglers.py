@@ -58,7 +58,7 @@ def test_times_of_the_workers_tell_who_is_slow(
         # All others wait for worker 1, which waits for all of them.
         ([[0, 5, 1], [3, 0, 3], [1, 5, 0]], 1),
         # Worker 2 waits for worker 0, so not all wait for worker 1.
-        ([[0, 5, 1], [3, 0, 3], [3, 3, 0]], None),
+        ([[0, 5, 1], [1, 0, 5], [3, 3, 0]], None),
         ([[0, 3, 3], [3, 0, 3], [3, 3, 0]], None),
         # The link of two workers belongs to both.
         ([[0, 6], [6, 0]], None),
