@@ -63,7 +63,10 @@ def _with_labels(function: Callable[..., Any]) -> Callable[[Any], Any]:
 def _metric_of_rows(
     original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls `update_state` of a metric of Keras that adds up what it computes from each row."""
+    """Calls the `update_state` of a Keras metric that adds up a value for each row.
+
+    The metric keeps its own code. The function only notes whether the values have rows.
+    """
     _, *values = tf.nest.flatten((args, kwargs))
     kinds = {row_labels.label_of(value).kind for value in values if value is not None}
     have_rows = not global_values.are_known(replica_slice) or kinds <= {Kind.ROWS, Kind.LOCAL}

@@ -145,10 +145,8 @@ class Channel:
         # The bytes that were given to `send`, and those of them that are rows.
         self.sent_bytes = 0
         self.sent_row_bytes = 0
-        # The total time that `receive` has waited, and the parts of it by the worker whose message
-        # was the last one.
-        self.waited_s = 0.0
-        self.waited_for_s = dict.fromkeys(connections, 0.0)
+        # How long `receive` has waited, by the rank of the worker whose message was the last one.
+        self.waited_s = np.zeros(len(connections) + 1)
         self._peers = [_Peer(rank, connection) for rank, connection in sorted(connections.items())]
         self._peer_of = {peer.connection.fileno(): peer for peer in self._peers}
         # Guards the exchanges and the early messages, which several threads change.
@@ -218,9 +216,8 @@ class Channel:
             with self._lock:
                 self._open[key].popleft()
                 now_s = time.monotonic()
-                self.waited_s += now_s - began_s
                 if exchange.last is not None:
-                    self.waited_for_s[exchange.last] += now_s - began_s
+                    self.waited_s[exchange.last] += now_s - began_s
                 missing = self._missing(exchange)
                 self._last.append(ExchangeRecord(key, exchange.began_s, now_s, missing))
         if exchange.error is not None:

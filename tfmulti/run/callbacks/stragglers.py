@@ -18,7 +18,6 @@ import numpy as np
 from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.connections import made_channel
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.distribution.transport.channel import Channel
 from tfmulti.run.callbacks.scalars import WritesScalars
 from tfmulti.run.straggler import COMPUTING, DATA, NETWORK, Straggler, straggler_of
 from tfmulti.training.state.trainer_state import state_of
@@ -64,8 +63,8 @@ class Stragglers(WritesScalars):
         self._all_s = self._all_waited_s = 0.0
         self._say = say
         self._printed: tuple[str, int | None] | None = None
-        # The waits for others, and their parts by the worker whose message was the last one.
-        self._waits_s = self._before_s = np.zeros(1)
+        # The waits for others, by the rank of the worker whose message was the last one.
+        self._waits_s = self._before_s = np.zeros(0)
         self._executions = 0
         self._every_s, self._clock = every_s, clock
         self._compared_s = clock()
@@ -80,13 +79,13 @@ class Stragglers(WritesScalars):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count."""
         workers = placement_of(self.model.distribute_strategy).workers
-        self._waits_s, self._executions = np.zeros(1 + workers), 0
-        self._before, self._compared_s = (0.0,) * len(self._figures()), self._clock()
+        self._waits_s, self._executions = np.zeros(workers), 0
+        self._before, self._compared_s = (0.0,) * (3 + workers), self._clock()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Notes how long this worker has waited for others before the execution."""
         if self._channel is not None:
-            self._before_s = self._waits_of(self._channel)
+            self._before_s = self._channel.waited_s.copy()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts how long the execution has waited for others."""
@@ -94,7 +93,7 @@ class Stragglers(WritesScalars):
             # The first execution connects the workers.
             self._channel = made_channel(placement_of(self.model.distribute_strategy))
         elif self._is_traced:
-            self._waits_s = self._waits_s + self._waits_of(self._channel) - self._before_s
+            self._waits_s += self._channel.waited_s - self._before_s
             self._executions += 1
         # The first execution is traced, and does not count in the times of the steps either.
         self._is_traced = True
@@ -114,7 +113,7 @@ class Stragglers(WritesScalars):
             return
         figures = self._figures()
         self._all_s += figures[0]
-        self._all_waited_s += float(self._waits_s[0])
+        self._all_waited_s += float(self._waits_s.sum())
         if self._channel is not None and self._all_s:
             self.others_share = min(1.0, self._all_waited_s / self._all_s)
         if self._compare(figures):
@@ -126,23 +125,14 @@ class Stragglers(WritesScalars):
             }
             self.write_scalars(epoch, scalars)
 
-    def _waits_of(self, channel: Channel) -> np.ndarray:
-        """Returns the seconds that a channel has waited, and the parts of them by worker."""
-        by_rank = np.zeros(placement_of(self.model.distribute_strategy).workers)
-        for rank, waited_s in channel.waited_for_s.items():
-            by_rank[rank] = waited_s
-        return np.array([channel.waited_s, *by_rank])
-
     def _figures(self) -> tuple[float, ...]:
         """Returns this worker's figures of the epoch so far.
 
-        They are the seconds of the steps, the seconds in which these waited for data and for other
-        workers, the number of executions, and the waits for others by worker.
+        They are the seconds of the steps, the seconds in which these waited for data, the number of
+        executions, and the seconds in which they waited for each worker.
         """
         times = state_of(self.model).epoch
-        for_others, *by_worker = map(float, self._waits_s)
-        own = times.seconds, times.own_waited_s, for_others, float(self._executions)
-        return *own, *by_worker
+        return times.seconds, times.own_waited_s, float(self._executions), *self._waits_s.tolist()
 
     def _compare(self, figures: Sequence[float]) -> bool:
         """Compares the workers, and prints a line if another worker stands out than before.
@@ -155,10 +145,11 @@ class Stragglers(WritesScalars):
             return False
         # Workers gather whole numbers.
         millionths = gather(self.model.distribute_strategy, [round(1e6 * x) for x in figures])
-        seconds, for_data, for_others, executions, *columns = (
+        seconds, for_data, executions, *columns = (
             [x / 1e6 for x in column] for column in zip(*millionths, strict=True)
         )
         by_worker = list(zip(*columns, strict=True))
+        for_others = [sum(waits) for waits in by_worker]
         if min(seconds) < _LEAST_S or min(executions) < _LEAST_EXECUTIONS or not any(for_others):
             return False
         self.straggler = straggler_of(seconds, for_data, for_others, placement.addresses, by_worker)
