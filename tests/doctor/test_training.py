@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfmulti.bench.limits import Situation
 from tfmulti.bench.parts import TimeParts
@@ -202,6 +203,28 @@ def test_the_driver_must_fit_cuda(driver: int | None, status: str | None) -> Non
 def test_wheels_must_fit_tensorflow(installed: Any, status: str, measured: str) -> None:
     (finding,) = cuda_findings(BUILD, None, NEEDS, installed)
     assert (finding.status, finding.measured) == (status, measured)
+
+
+def test_one_missing_wheel_of_many_is_named() -> None:
+    needs = [*NEEDS, 'nvidia-cuda-nvrtc-cu12<13.0,>=12.5.82; extra == "and-cuda"']
+    (finding,) = cuda_findings(BUILD, None, needs, WHEELS)
+    assert (finding.status, finding.measured) == (WARNING, "nvidia-cuda-nvrtc-cu12 is missing")
+    (none,) = cuda_findings(BUILD, None, needs, {})
+    assert none.status == OK
+
+
+def test_a_convolution_is_tried_on_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert training.convolutions(()) == []
+    # A CPU stands for a GPU.
+    assert [each.status for each in training.convolutions(["CPU:0"])] == [OK]
+
+    def without_cudnn(*args: Any, **kwargs: Any) -> Any:
+        raise tf.errors.UnknownError(None, None, "Failed to get convolution algorithm.\nstack")
+
+    monkeypatch.setattr(tf.nn, "conv2d", without_cudnn)
+    (finding,) = training.convolutions(["CPU:0"])
+    assert (finding.status, finding.check) == (FAILED, "cuDNN")
+    assert finding.measured == "CPU:0: Failed to get convolution algorithm."
 
 
 def test_a_tensorflow_without_cuda_is_a_fault() -> None:

@@ -54,6 +54,12 @@ def test_upstream_fit_still_fails_on_several_workers(errors: list[list[str]]) ->
     assert [error for error, _ in errors] == ["ValueError"] * 2
 
 
+def test_upstream_tensorflow_still_hides_whether_operations_are_deterministic() -> None:
+    """This is the reason for `is_for_xla`."""
+    public = [*dir(tf.config), *dir(tf.config.experimental)]
+    assert [name for name in public if "determinism" in name] == ["enable_op_determinism"]
+
+
 @behaviour(upstream.fit_by_keras_with_an_uneven_first_batch, at=[TWO_REPLICAS])
 def test_upstream_fit_still_fails_on_an_uneven_first_batch(errors: list[list[str]]) -> None:
     assert "AddN" in errors[0][1]

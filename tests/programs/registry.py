@@ -6,6 +6,7 @@ and `fit`. The runner decides where it runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ import keras
 
 # One device, and two replicas in one process, find no error that three replicas or two workers do
 # not find. In CI programs run alternately at one of the last two places, so that they take minutes.
-PLACES = ("one_device", "mirrored-2", "mirrored-3", "workers-2")
+# A machine with a GPU takes other places: CONTRIBUTING.md.
+GIVEN_PLACES = tuple(filter(None, os.environ.get("PLACES", "").split(",")))
+PLACES = GIVEN_PLACES or ("one_device", "mirrored-2", "mirrored-3", "workers-2")
 EQUAL = "equal"
 # A pattern of the messages of refusals. If replicas cannot take a step as one device does, the
 # comparison with one device finds it.

@@ -602,6 +602,18 @@ def main(out: str, place: str, names: str) -> None:
     np.savez(out.replace("RANK", str(placement_of(strategy).rank)), **results)
 
 
+def _parts_of_a_gpu(count: int) -> tf.distribute.Strategy:
+    """Returns a strategy over parts of one GPU, without NCCL, which needs several."""
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=2000)
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("GPU")[0], [part] * count
+    )
+    return tf.distribute.MirroredStrategy(
+        [f"GPU:{index}" for index in range(count)],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+
+
 def strategy_at(place: str) -> tf.distribute.Strategy:
     """Returns the strategy of a place; one of several workers has TF_CONFIG."""
     kind, _, count = place.partition("-")
@@ -609,6 +621,8 @@ def strategy_at(place: str) -> tf.distribute.Strategy:
         return tf.distribute.get_strategy()
     if kind == "workers":
         return make_strategy("multi_worker_mirrored")
+    if kind == "gpus":
+        return _parts_of_a_gpu(int(count))
     return make_strategy(kind, replicas=int(count) if count else None)
 
 

@@ -92,12 +92,13 @@ class TrainingOptions:
             a second, if that saves more time than the compilation takes. Callbacks are called once
             for each execution, as with `compile(steps_per_execution=N)`. None uses the number that
             `compile` was given.
-        jit_compile: whether XLA compiles the forward and backward pass of each replica. None uses
-            XLA on GPUs, as Keras does with one GPU, and where `compile(jit_compile=True)` asks for
-            it. To turn it off on GPUs, give False here: Keras does not tell its own default False
-            from the user's False. A step is not compiled if its replicas need each other's rows
-            before the gradients are summed. Neither is a step that draws random numbers, because
-            XLA would draw others.
+        jit_compile: whether XLA compiles the step of a single device as a whole, and of several
+            replicas the forward and backward pass of each. None uses XLA on GPUs, as Keras does
+            with one GPU, and where `compile(jit_compile=True)` asks for it. To turn it off on GPUs,
+            give False here: Keras does not tell its own default False from the user's False. A
+            step is not compiled if its replicas need each other's rows before the gradients are
+            summed, or if it draws numbers that XLA would draw otherwise. These are all but those of
+            `uniform`, `normal`, `randint` and `dropout` in `keras.random`.
         verify: whether the first `fit` compares its first step with the same step on one device by
             plain Keras. If the numbers differ by more than rounding, `fit` raises
             VerificationError, and nothing is trained or changed. None compares with several
@@ -152,8 +153,8 @@ class TrainingOptions:
     )
     jit_compile: bool | None = flag(
         None,
-        "XLA compiles each replica's forward and backward pass. Default: on GPUs. A step that "
-        "draws random numbers, or exchanges rows between replicas, is not compiled.",
+        "XLA compiles the step, or with several replicas each one's forward and backward pass. "
+        "Default: on GPUs. A step that exchanges rows between replicas is not compiled.",
     )
     verify: bool | None = flag(
         None,

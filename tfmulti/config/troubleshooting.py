@@ -60,6 +60,7 @@ MESSAGES = {
     "no-owner-file": "Until there is room for it",
     "slow-gradients": "gradients travel by gRPC, which is slower",
     "no-xla": "XLA does not compile this step",
+    "xla-error": "XLA cannot compile this step",
     "data-ended": "the data ended after",
 }
 # A finding of the doctor names its own rule and the next step, so all findings share one anchor.

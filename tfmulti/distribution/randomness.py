@@ -10,12 +10,17 @@ TensorFlow's stateless generator is Philox (Salmon et al., Parallel random numbe
 values. If `k` numbers fit into these bits, the number at position `p` of the tensor comes from the
 counter's value `start + p // k`. So a replica can begin at the position of its own rows.
 
+XLA makes other floating-point numbers from the same random bits. Where it compiles a step, the
+numbers are made from the bits here, as TensorFlow's own kernels make them
+(tensorflow/core/lib/random/random_distributions.h).
+
 Each draw takes the replica slice, the seed of this draw, and the arguments of Keras' function
 without the seed. Some draws take Keras' function first. A shape is that for this replica's rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +28,19 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import row_labels
-from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.replica_slice import ReplicaSlice, is_compiling, refuse_to_compile
 
 Draw = Callable[..., Any]
 
 # The random bits of one value of Philox' counter.
 _BITS = 128
+# For each float type: the unsigned type of the same size, the bits of its mantissa, and the bits of
+# 1.0.
+_FORMS = {
+    tf.float32: (tf.uint32, 23, 0x3F800000),
+    tf.bfloat16: (tf.uint16, 7, 0x3F80),
+    tf.float16: (tf.uint16, 10, 0x3C00),
+}
 
 
 def by_parts(
@@ -258,6 +270,10 @@ DRAWS: dict[str, Draw] = {
 }
 
 
+# XLA can compile these draws with the numbers that TensorFlow's kernels draw.
+FOR_XLA = frozenset(DRAWS[name] for name in ("uniform", "randint", "normal", "dropout"))
+
+
 def seed_of_slice(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
     """Returns this replica's own seed if a shape begins with rows; else the given seed."""
     rows = _rows_per_row(replica_slice, shape)
@@ -320,14 +336,54 @@ def _aligned(
     # The counter has two halves of 64 bits. If the lower half overflows, the upper one grows by 1.
     high = counter[1] + tf.cast(low < counter[0], tf.uint64)
     skip = start % per_counter
-    numbers = draw(
-        shape=tf.reshape(skip + count, [1]),
+    # XLA needs the size before the step runs, but not the position of the rows.
+    size = count + per_counter if is_compiling() else skip + count
+    numbers = (_BY_BITS.get(draw, draw) if is_compiling() else draw)(
+        shape=tf.reshape(size, [1]),
         key=key,
         counter=tf.stack([low, high]),
         alg=tf.raw_ops.StatelessRandomGetAlg(),
         **options,
     )
-    return tf.reshape(numbers[skip : skip + count], shape)
+    return tf.reshape(tf.slice(numbers, [skip], [count]), shape)
+
+
+def _uniform_by_bits(dtype: tf.DType, **options: Any) -> tf.Tensor:
+    """Returns what StatelessRandomUniformV2 draws, from the random bits.
+
+    The low bits of 32 random ones become the mantissa of a number in [1, 2). The other arguments
+    are those of the operation.
+    """
+    if dtype not in _FORMS:
+        refuse_to_compile(f"draws {dtype.name} numbers, and XLA would draw other ones")
+    unsigned, mantissa, one = _FORMS[dtype]
+    bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **options)
+    bits = tf.cast(bits & tf.constant((1 << mantissa) - 1, tf.uint32), unsigned)
+    return tf.bitcast(bits | tf.constant(one, unsigned), dtype) - tf.constant(1, dtype)
+
+
+def _normal_by_bits(dtype: tf.DType, shape: tf.Tensor, **options: Any) -> tf.Tensor:
+    """Returns what StatelessRandomNormalV2 draws, within the rounding of logarithm and sine.
+
+    Two uniform numbers give two normal ones (Box and Muller, A note on the generation of random
+    normal deviates, 1958). The other arguments are those of the operation.
+    """
+    if dtype not in _FORMS:
+        refuse_to_compile(f"draws {dtype.name} numbers, and XLA would draw other ones")
+    pairs = (shape[0] + 1) // 2
+    drawn = _uniform_by_bits(tf.float32, shape=tf.reshape(2 * pairs, [1]), **options)
+    first, second = tf.unstack(tf.reshape(drawn, [pairs, 2]), axis=1)
+    radius = tf.sqrt(-2.0 * tf.math.log(tf.maximum(first, 1e-7)))
+    angle = 2.0 * math.pi * second
+    numbers = tf.stack([tf.sin(angle) * radius, tf.cos(angle) * radius], axis=1)
+    return tf.cast(tf.reshape(numbers, [2 * pairs]), dtype)
+
+
+# What XLA compiles in the place of an operation that would draw other numbers.
+_BY_BITS: dict[Any, Callable[..., Any]] = {
+    tf.raw_ops.StatelessRandomUniformV2: _uniform_by_bits,
+    tf.raw_ops.StatelessRandomNormalV2: _normal_by_bits,
+}
 
 
 def _as_list(shape: Any) -> list[Any]:

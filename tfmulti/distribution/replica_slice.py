@@ -134,6 +134,11 @@ def compiling(obstacles: list[str]) -> contextlib.AbstractContextManager[list[st
     return _obstacles.set_to(obstacles)
 
 
+def is_compiling() -> bool:
+    """Returns whether XLA is to compile what this thread traces."""
+    return _obstacles.get() is not None
+
+
 def refuse_to_compile(action: str) -> None:
     """Raises an error if the step is being compiled by XLA, and does nothing otherwise.
 

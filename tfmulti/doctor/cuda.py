@@ -1,4 +1,4 @@
-"""Tells whether the driver, cuDNN and NCCL fit the CUDA that TensorFlow was built for."""
+"""Tells whether the driver and NVIDIA's wheels fit the CUDA that TensorFlow was built for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tfmulti.doctor.finding import FAILED, OK, WARNING, Finding
 _EXTRA = "and-cuda"
 # Wheels are named after the major version of CUDA, as nvidia-cudnn-cu12.
 _SUFFIX = re.compile(r"-cu(\d+)$")
-_COMPARED = ("nvidia-cudnn", "nvidia-nccl", "nvidia-cuda-runtime")
+# The wheels whose versions are shown where all wheels are right.
+_SHOWN = ("nvidia-cudnn", "nvidia-nccl", "nvidia-cuda-runtime")
 
 
 def needs_of_tensorflow() -> list[str]:
@@ -39,7 +40,7 @@ def cuda_findings(
     needs: Iterable[str],
     installed: Mapping[str, str],
 ) -> list[Finding]:
-    """Returns whether the CUDA of the driver, cuDNN and NCCL fit TensorFlow.
+    """Returns whether the CUDA of the driver and of NVIDIA's wheels fits TensorFlow.
 
     A driver runs programs of its own major version of CUDA and of older ones. Within a major
     version an older driver runs them, too, but compiles no code for new GPUs.
@@ -89,15 +90,19 @@ def _driver(major: int, minor: int, driver: int | None) -> list[Finding]:
 
 
 def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> list[Finding]:
-    """Returns whether cuDNN, NCCL and the runtime are of the versions that TensorFlow needs."""
+    """Returns whether NVIDIA's wheels are of the versions that TensorFlow needs.
+
+    Without any of them, TensorFlow looks for the libraries of the system. With some of them, it
+    needs all: for example, cuDNN finds no convolution without the compiler nvidia-cuda-nvrtc.
+    """
     wanted = {}
     for text in needs:
         need = Requirement(text)
         is_asked = need.marker is not None and need.marker.evaluate({"extra": _EXTRA})
         base = _SUFFIX.sub("", need.name)
-        if is_asked and base in _COMPARED:
+        if is_asked and base.startswith("nvidia-"):
             wanted[base] = need
-    right, wrong = [], []
+    right, wrong, missing = [], [], []
     for base, need in sorted(wanted.items()):
         version = installed.get(need.name)
         others = [name for name in installed if _SUFFIX.sub("", name) == base and name != need.name]
@@ -105,8 +110,12 @@ def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> l
             wrong.append(f"{others[0]} {installed[others[0]]} is for another CUDA than {major}")
         elif version is not None and not need.specifier.contains(version, prereleases=True):
             wrong.append(f"{need.name} is {version}, and {need.specifier} is needed")
-        elif version is not None:
+        elif version is None:
+            missing.append(f"{need.name} is missing")
+        elif base in _SHOWN:
             right.append(f"{need.name} {version}")
+    if len(missing) < len(wanted):
+        wrong += missing
     if wrong:
         return [
             Finding(
@@ -114,8 +123,8 @@ def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> l
                 # The wheels may belong to another package, such as PyTorch's.
                 WARNING,
                 "; ".join(wrong),
-                f"cuDNN, NCCL and the runtime that TensorFlow was built for, of CUDA {major}",
-                "Run: pip install --upgrade 'tfmulti[gpu]', and uninstall the others.",
+                f"the libraries of CUDA {major} that TensorFlow was built for, or none of them",
+                "Run: pip install --upgrade 'tfmulti[gpu]', and uninstall those of another CUDA.",
             )
         ]
     measured = ", ".join(right) or "none; TensorFlow looks for the libraries of the system"

@@ -95,6 +95,7 @@ def check_training(
         Finding("strategy", OK, f"{setup.selection.strategy}: {setup.selection.why}"),
         *_open_ports(setup),
         *_seen_gpus(env),
+        *convolutions(setup.placement.gpus),
         *_sums(setup, links, times),
         *_learns(setup),
         *_speed(set_up(validation.check(_measured(config, setup), cluster, env)), network),
@@ -197,7 +198,43 @@ def seen_gpus_finding(
             rule,
             "Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the GPUs by UUID in CUDA_VISIBLE_DEVICES.",
         )
-    return Finding("TensorFlow", OK, f"it sees {len(seen)} GPUs; it was built for {about}")
+    gpus = f"{len(seen)} GPU{'s' if len(seen) > 1 else ''}"
+    return Finding("TensorFlow", OK, f"it sees {gpus}; it was built for {about}")
+
+
+def convolutions(devices: Sequence[str]) -> list[Finding]:
+    """Returns whether cuDNN computes a convolution and its gradient on each GPU, by XLA and not.
+
+    Args:
+        devices: the GPUs.
+    """
+
+    def gradient(images: tf.Tensor, kernel: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(kernel)
+            loss = tf.reduce_sum(tf.nn.relu(tf.nn.conv2d(images, kernel, 1, "SAME")))
+        return tape.gradient(loss, kernel)
+
+    for device in devices:
+        for by_xla in (False, True):
+            compute = tf.function(gradient, jit_compile=by_xla, autograph=False)
+            try:
+                with tf.device(device):
+                    compute(tf.ones((8, 32, 32, 16)), tf.ones((3, 3, 16, 32))).numpy()
+            except tf.errors.OpError as error:
+                lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+                cause = next((line for line in lines if "Autotuner" in line), lines[0])
+                return [
+                    Finding(
+                        "cuDNN",
+                        FAILED,
+                        f"{device}{', by XLA' if by_xla else ''}: {cause[:200]}",
+                        "a convolution and its gradient can be computed on each GPU",
+                        "Run: pip install --upgrade 'tfmulti[gpu]'"
+                        + ("; until then, train with --nojit_compile." if by_xla else "."),
+                    )
+                ]
+    return [Finding("cuDNN", OK, "it computes a convolution on each GPU")] if devices else []
 
 
 def _sums(

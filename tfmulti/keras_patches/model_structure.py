@@ -9,6 +9,7 @@
 | `is_along_rows`, `input_rank_of` | `MeanMetricWrapper._fn_kwargs`, `Operation._inbound_nodes` | none | Keras tells the arguments of a metric's function, and the shape that a layer was called with |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or takes a public writer |
 | `values_of_metrics` | `Trainer._flatten_metrics_in_order` | none | Keras tells the order in which `evaluate` lists its results |
+| `is_for_xla` | `keras.src.trainers.trainer.model_supports_jit` | none | TensorFlow or Keras tells whether operations are deterministic |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.trainer import model_supports_jit
 
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.keras_patches.patching import is_of_keras
@@ -97,6 +99,15 @@ def seed_variables(model: keras.Model) -> list[Any]:
 def layers_of(model: keras.Model) -> list[Any]:
     """Returns the model itself, its layers, and the layers within these at any depth."""
     return list(model._flatten_layers(include_self=True, recursive=True))
+
+
+def is_for_xla(model: keras.Model) -> bool:
+    """Returns whether Keras would compile a model by XLA.
+
+    It does not if a layer does not support XLA, or if TensorFlow's operations are deterministic,
+    because some of these have no deterministic form for XLA.
+    """
+    return bool(model_supports_jit(model))
 
 
 # Keras' name for the variable that holds the state of a seed generator.

@@ -36,7 +36,13 @@ from keras.src.random.seed_generator import (
 from tensorflow.python.eager import context
 
 from tfmulti.distribution import randomness
-from tfmulti.distribution.replica_slice import ReplicaSlice, partial, refuse_to_compile
+from tfmulti.distribution.replica_slice import (
+    ReplicaSlice,
+    current,
+    is_compiling,
+    partial,
+    refuse_to_compile,
+)
 from tfmulti.keras_patches.patching import replace
 
 # The attribute of a strategy that holds the generator of `step_generator`.
@@ -164,8 +170,12 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
         draw_of_slice = functools.partial(draw, original)
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            refuse_to_compile("draws random numbers, and XLA would draw other ones")
-            replica_slice = partial()
+            if is_compiling() and draw not in randomness.FOR_XLA:
+                refuse_to_compile(
+                    f"draws from {original.__name__}, and XLA would draw other numbers"
+                )
+            # XLA would also draw other numbers for the whole batch.
+            replica_slice = current() if is_compiling() else partial()
             if replica_slice is None:
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)

@@ -65,6 +65,7 @@ from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
+from tfmulti.training.step.xla import compile_errors_explained
 from tfmulti.training.verification import verification
 from tfmulti.training.watchdog import respect_owner, watching
 
@@ -188,6 +189,7 @@ def _on_all_workers(
         callbacks = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
         with (
             out_of_memory_explained(self),
+            compile_errors_explained(),
             connections.call_of_all(self._placement, method.__name__),
             watching(callbacks, self._placement),
         ):

@@ -7,17 +7,57 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tests.support.behaviours.common import classifier, fit, here, weights_of
+from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tests.support.behaviours.graphs import collectives_in, graph_of, is_collective
 from tests.support.models import CustomStep
 from tfmulti import prepare
 
+
+class Truncated(keras.layers.Layer):
+    """Adds numbers that XLA would draw otherwise."""
+
+    def call(self, x: Any) -> Any:
+        return x + 0.01 * keras.random.truncated_normal(tf.shape(x), seed=3)
+
+
+class Text(keras.layers.Layer):
+    """Has an operation that XLA does not know."""
+
+    def call(self, x: Any) -> Any:
+        lengths = tf.strings.length(tf.strings.as_string(tf.cast(x[:, 0], tf.int32)))
+        return x + 0.0 * tf.cast(lengths, tf.float32)[:, None]
+
+
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
     "dense": list,
     "normalized": lambda: [keras.layers.BatchNormalization()],
-    "dropped": lambda: [keras.layers.Dropout(0.3, seed=1)],
+    "dropped": lambda: [keras.layers.Dropout(0.3, seed=1), keras.layers.GaussianNoise(0.1, seed=2)],
+    "truncated": lambda: [Truncated()],
 }
+
+
+class Root(keras.metrics.Mean):
+    """The root of the mean loss, which is not the mean over the replicas of their roots."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        values = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+        super().update_state(values, sample_weight)
+
+    def result(self) -> Any:
+        return keras.ops.sqrt(super().result())
+
+
+class BatchLogs(keras.callbacks.Callback):
+    """Keeps the logs of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append({name: float(value) for name, value in logs.items()})
 
 
 def _by_xla(graph: Any) -> list[Any]:
@@ -27,23 +67,37 @@ def _by_xla(graph: Any) -> list[Any]:
 
 def _trained(model: keras.Model) -> dict[str, Any]:
     """Returns the warnings and results of a fit, and counts of what XLA compiles of its step."""
+    batches = BatchLogs()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        logs = fit(model)
+        logs = fit(model, callbacks=[batches])
         # The last batch has fewer rows.
-        fit(model, epochs=1, batch_size=20)
+        fit(model, epochs=1, batch_size=20, callbacks=[batches])
+        evaluated = model.evaluate(X, Y, batch_size=20, verbose=0, return_dict=True)
+        predicted = model.predict(X, batch_size=20, verbose=0)
     graph = graph_of(model, 1)
     inside = [node for each in _by_xla(graph) for node in each.node_def]
     return {
-        "warned": [str(each.message) for each in seen if "XLA" in str(each.message)],
+        "warned": _about_values(seen),
         "logs": logs,
+        "batches": batches.seen,
+        "evaluated": evaluated,
+        "predicted": predicted.tolist(),
         "weights": weights_of(model),
         "functions": len(_by_xla(graph)),
         "products": sum(node.op == "MatMul" for node in inside),
-        "updates": sum("ApplyGradientDescent" in node.op for node in inside),
+        "updates": sum(
+            node.op in ("ResourceApplyGradientDescent", "AssignSubVariableOp") for node in inside
+        ),
         "collectives inside": sum(map(is_collective, inside)),
         "collectives": len(collectives_in(graph)),
     }
+
+
+def _about_values(seen: Any) -> list[str]:
+    """Returns the warnings of XLA, and those of values that are not understood."""
+    texts = [str(each.message) for each in seen]
+    return [text for text in texts if "XLA" in text or "not known" in text]
 
 
 def passes_compiled_by_xla() -> Any:
@@ -54,7 +108,9 @@ def passes_compiled_by_xla() -> Any:
         for asked in (False, True):
             with here.strategy.scope():
                 model = layers()
-            found[name].append(_trained(classifier(*model, prepared={"jit_compile": asked})))
+                metrics = ["accuracy", Root()]
+            prepared = {"jit_compile": asked, "verify": False}
+            found[name].append(_trained(classifier(*model, prepared=prepared, metrics=metrics)))
     return found
 
 
@@ -64,6 +120,37 @@ def jit_compile_options() -> Any:
         _trained(classifier(prepared={"jit_compile": prepared}, jit_compile=compiled))["functions"]
         for prepared, compiled in ((None, True), (None, "auto"), (False, True))
     ]
+
+
+def losses_without_reduction() -> Any:
+    """Returns the weights after a fit by rows' losses, without XLA and with it."""
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction=None)
+    models = [classifier(prepared={"jit_compile": asked}, loss=loss) for asked in (False, True)]
+    for model in models:
+        fit(model)
+    return [weights_of(model) for model in models]
+
+
+def step_that_xla_cannot_compile() -> None:
+    """Fits a model with an operation that XLA does not know."""
+    with here.strategy.scope():
+        layer = Text()
+    fit(classifier(layer, prepared={"jit_compile": True, "verify": False}))
+
+
+def custom_step_compiled() -> Any:
+    """Returns the logs, the weights and the warnings of a custom step, without XLA and with it."""
+    found = []
+    for asked in (False, True):
+        keras.utils.set_random_seed(1)
+        with here.strategy.scope():
+            model = prepare(CustomStep(), jit_compile=asked, verify=False)
+            model.compile("sgd")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            logs = fit(model)
+        found.append([logs, weights_of(model), _about_values(seen)])
+    return found
 
 
 def warnings_of_steps_without_xla() -> Any:

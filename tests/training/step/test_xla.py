@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, xla
+from tests.support.forked import run
 from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS, few
+from tests.support.processes import ONE_THREAD
 
 pytestmark = pytest.mark.multiworker
 
@@ -16,8 +19,20 @@ pytestmark = pytest.mark.multiworker
 OBSTACLES = {
     "dense": None,
     "normalized": "takes the statistics of all replicas",
-    "dropped": "draws random numbers",
+    "dropped": None,
+    "truncated": "draws from truncated_normal",
 }
+
+
+DETERMINISTIC = """
+import keras, numpy as np, tensorflow as tf, tfmulti
+tf.config.experimental.enable_op_determinism()
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((8, 1)), keras.layers.MaxPooling1D(), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+tfmulti.prepare(model, jit_compile=True)
+model.fit(np.ones((8, 8, 1), np.float32), np.ones((8, 4, 1)), verbose=0)
+"""
 
 
 @behaviour(xla.passes_compiled_by_xla, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
@@ -35,6 +50,10 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
         for key, values in plain["logs"].items():
             np.testing.assert_allclose(by_xla["logs"][key], values, rtol=1e-6)
+        for one, other in zip(plain["batches"], by_xla["batches"], strict=True):
+            assert other == pytest.approx(one, rel=1e-5)
+        assert by_xla["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5)
+        np.testing.assert_allclose(by_xla["predicted"], plain["predicted"], rtol=0, atol=1e-6)
         assert by_xla["collectives"] == plain["collectives"]
         if obstacle:
             assert by_xla["functions"] == 0
@@ -46,7 +65,43 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
             # The forward pass has two products. The backward pass has two for each layer, less
             # the one for the inputs.
             assert by_xla["products"] == local_replicas * (2 + 3)
-            assert (by_xla["collectives inside"], by_xla["updates"]) == (0, 0)
+            assert by_xla["collectives inside"] == 0
+            # A single device compiles the update, too.
+            assert bool(by_xla["updates"]) == (place == ONE_DEVICE)
+
+
+@behaviour(xla.custom_step_compiled, at=[ONE_DEVICE])
+def test_a_single_device_compiles_a_custom_step(results: list[Any]) -> None:
+    (logs, weights, _), (logs_by_xla, weights_by_xla, warned) = results[0]
+    assert warned == []
+    for key, values in logs.items():
+        assert logs_by_xla[key] == pytest.approx(values, rel=1e-5)
+    for one, other in zip(weights, weights_by_xla, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+
+
+@behaviour(xla.losses_without_reduction, at=few(TWO_REPLICAS, of=EVERYWHERE))
+def test_xla_knows_the_rows_of_a_replica(results: list[Any]) -> None:
+    for without, by_xla in results:
+        for one, other in zip(without, by_xla, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+
+
+@behaviour(xla.step_that_xla_cannot_compile, at=few(ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE))
+def test_an_operation_that_xla_does_not_know_is_named(errors: list[list[str]]) -> None:
+    for kind, message in errors:
+        assert kind == "ModelError"
+        assert "text" in message
+        assert "does not know the operation AsString. Train without XLA" in message
+        assert "--nojit_compile" in message
+
+
+@pytest.mark.processes
+def test_deterministic_operations_are_not_compiled(tmp_path: Path) -> None:
+    done = run(["-c", DETERMINISTIC], tmp_path, limit_s=120, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert "XLA does not compile this step" in done.stderr
+    assert "deterministic" in done.stderr
 
 
 @behaviour(xla.jit_compile_options, at=few(TWO_REPLICAS, of=EVERYWHERE))

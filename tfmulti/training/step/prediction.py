@@ -30,6 +30,7 @@ from tfmulti.training.step.step import (
     without_autograph,
 )
 from tfmulti.training.step.step_result import digest_by_rank, first_local
+from tfmulti.training.step.xla import xla_compiled
 
 
 class Predicted(NamedTuple):
@@ -58,7 +59,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
     installation.install()
     seeds = step_generator(model)
     any_rows = placement.replicas > 1 and not model.run_eagerly
-    step = step_of(model, "predict_step")
+    step = xla_compiled(model, step_of(model, "predict_step"), "predict_step")
 
     def predict(source: Any) -> Predicted:
         report_trace()

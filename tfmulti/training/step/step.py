@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_context, row_labels
-from tfmulti.distribution.replica_slice import ReplicaSlice, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches import layers
 from tfmulti.keras_patches.model_structure import all_metric_variables, has_own_step
@@ -149,9 +149,21 @@ def make_step(
     placement, state = placement_of(strategy), state_of(model)
     passes = state.options.microbatches if training else 1
     has_labels = placement.replicas > 1 and not model.run_eagerly
-    step = step_of(model, "train_step" if training else "test_step")
-    if training:
-        step = xla.xla_compiled(model, step)
+    name = "train_step" if training else "test_step"
+    step = step_of(model, name)
+
+    def results_of(data: Any) -> Any:
+        """Returns what the step returns for the rows of the current slice, as `logs` takes it."""
+        replica_slice = current()
+        assert replica_slice is not None
+        if not replica_slice.is_whole:
+            row_labels.begin(data, all_metric_variables(model))
+        if logs is None:
+            return step(data)
+        with logs.recorded():
+            return logs.taken(step(data), replica_slice)
+
+    compiled = xla.xla_compiled(model, results_of, name)
 
     def compute(data: Any, replica_slice: ReplicaSlice) -> Any:
         # Where the number of rows is known when the step is traced, every replica has rows. Where
@@ -160,14 +172,8 @@ def make_step(
         must_restore = not (has_labels or has_rows or replica_slice.is_whole)
         variables = replica_context.metric_variables(model) if must_restore else []
         before = [tf.identity(v.value) for v in variables]
-        if not replica_slice.is_whole:
-            row_labels.begin(data, all_metric_variables(model))
         with computing(replica_slice):
-            if logs is None:
-                results = step(data)
-            else:
-                with logs.recorded():
-                    results = logs.taken(step(data), replica_slice)
+            results = compiled(data)
         for variable, value in zip(variables, before, strict=True):
             counts = replica_slice.own_rows > 0
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))

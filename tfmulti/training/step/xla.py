@@ -1,64 +1,84 @@
-"""Compiles a step's forward and backward pass by XLA, on each replica by itself.
+"""Compiles a step by XLA, on each replica by itself (https://www.tensorflow.org/xla).
 
-Replicas cannot reduce inside a compiled function. So the function returns the gradients, which are
-summed and applied after it. This is right for Keras' own `train_step`, because nothing in it after
-the update depends on the update.
+A single replica's step is compiled as a whole, as Keras compiles it, with the update of the
+weights.
+
+Several replicas cannot reduce inside a compiled function. So there only the forward and backward
+pass of a training step is compiled. The function returns the gradients, which are summed and
+applied after it. This is right for Keras' own `train_step`, because nothing in it after the update
+depends on the update.
 
 A pass that needs the other replicas, for batch statistics or a loss of all rows, is not compiled.
-A pass that draws random numbers is not compiled either, because XLA draws other numbers than
-several replicas do. Such a step is traced again without XLA. https://www.tensorflow.org/xla
+Nor is one with random numbers that XLA would draw otherwise (`distribution.randomness`). Such a
+step is traced again without XLA.
 """
 
 from __future__ import annotations
 
+import contextlib
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfmulti.config.troubleshooting import documented
+from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_slice import compiling
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.keras_patches.model_structure import has_own_step, layers_of
+from tfmulti.errors import ModelError
+from tfmulti.keras_patches.model_structure import has_own_step, is_for_xla, layers_of
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.microbatches import giving_gradients_to
 
 Step = Callable[[Any], Any]
 
 
-def xla_compiled(model: keras.Model, step: Step) -> Step:
-    """Returns a step whose passes XLA compiles, or the same step if XLA is not used.
+def xla_compiled(model: keras.Model, step: Step, name: str = "train_step") -> Step:
+    """Returns a step that XLA compiles, or the same step if XLA is not used.
 
     The user asks for XLA by `prepare(jit_compile=True)` or by `compile`. On GPUs XLA is the
     default. A warning tells why XLA cannot compile a step for which the user asked.
+
+    Args:
+        model: the prepared model.
+        step: the model's step.
+        name: `train_step`, `test_step` or `predict_step`. Of several replicas, only the training
+            step is compiled.
     """
     chosen = state_of(model).options.jit_compile
     is_requested = bool(model.jit_compile) if chosen is None else chosen
-    by_default = chosen is None and bool(placement_of(model.distribute_strategy).gpus)
+    placement = placement_of(model.distribute_strategy)
+    is_alone = placement.replicas == 1
+    by_default = chosen is None and bool(placement.gpus)
     if model.run_eagerly or not (is_requested or by_default):
         return step
-    obstacle = _obstacle(model)
+    if name != "train_step" and not is_alone:
+        return step
+    obstacle = _obstacle(model, name, is_alone)
     if obstacle is None:
-        return _by_xla(step, is_requested)
+        return _by_xla(step, is_requested, is_alone)
     if is_requested:
         _warn(obstacle)
     return step
 
 
-def _obstacle(model: keras.Model) -> str | None:
+def _obstacle(model: keras.Model, name: str, is_alone: bool) -> str | None:
     """Returns why XLA cannot compile a model's step, or None if only tracing can show it."""
-    if has_own_step(model, "train_step"):
+    if not is_alone and has_own_step(model, name):
         return "a train_step of your own may read variables after their update"
-    if state_of(model).options.microbatches > 1:
+    if name == "train_step" and state_of(model).options.microbatches > 1:
         return "--microbatches takes several passes"
-    if any(not layer.supports_jit for layer in layers_of(model)):
-        return "a layer does not support it"
-    return None
+    if is_for_xla(model):
+        return None
+    if all(layer.supports_jit for layer in layers_of(model)):
+        return "TensorFlow's operations are deterministic, and XLA lacks some of these"
+    return "a layer does not support it"
 
 
-def _by_xla(step: Step, is_requested: bool) -> Step:
+def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
     """Returns a step that XLA compiles. If tracing shows an obstacle, it runs without XLA."""
 
     def run(data: Any) -> Any:
@@ -67,7 +87,8 @@ def _by_xla(step: Step, is_requested: bool) -> Step:
 
         @tf.function(jit_compile=True, autograph=False)  # type: ignore[untyped-decorator]
         def passes(data: Any) -> Any:
-            with compiling(obstacles), giving_gradients_to(taker):
+            updates_inside = contextlib.nullcontext() if is_alone else giving_gradients_to(taker)
+            with compiling(obstacles), updates_inside:
                 logs = step(data)
             return logs, taker.gradients
 
@@ -82,10 +103,42 @@ def _by_xla(step: Step, is_requested: bool) -> Step:
                 _warn(f"it {obstacles[0]}")
             return step(data)
         if taker.optimizer is not None:
+            for gradient in gradients:
+                row_labels.mark(gradient, row_labels.MEAN)
             taker.optimizer.apply(gradients, taker.variables)
         return logs
 
     return run
+
+
+# What TensorFlow's errors say if XLA cannot compile a function, or not for this GPU.
+_OF_XLA = ("tf2xla", "XLA_CPU_JIT", "XLA_GPU_JIT", " HLO")
+_UNKNOWN_OPERATION = re.compile(r"trying to compile graph .* on XLA_\w+: (\w+)")
+_REASON = re.compile(r"^.*(?:Autotuner|XLA implementation|compile-time constant).*$", re.MULTILINE)
+_OPERATION = re.compile(r"\{\{node (?!StatefulPartitionedCall)([^}]+)\}\}|op_name=\"([^\"]+)\"")
+
+
+@contextlib.contextmanager
+def compile_errors_explained() -> Iterator[None]:
+    """Raises a ModelError with advice in place of TensorFlow's error that XLA cannot compile."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        message = error.message
+        if not any(name in message for name in _OF_XLA):
+            raise
+        unknown, reason = _UNKNOWN_OPERATION.search(message), _REASON.search(message)
+        operation = _OPERATION.search(message)
+        place = f" at {(operation[1] or operation[2])!r}" if operation else ""
+        cause = ""
+        if unknown:
+            cause = f": it does not know the operation {unknown[1]}"
+        elif reason:
+            cause = f": {reason[0].strip()[:120]}"
+        raise ModelError(
+            f"XLA cannot compile this step{place}{cause}. Train without XLA, which is the default "
+            "on GPUs: --nojit_compile, or prepare(jit_compile=False)."
+        ) from error
 
 
 class _GradientTaker:
