@@ -25,7 +25,6 @@ import keras
 import tensorflow as tf
 
 from tfmulti.config.troubleshooting import documented
-from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_slice import compiling
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
@@ -103,8 +102,6 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
                 _warn(f"it {obstacles[0]}")
             return step(data)
         if taker.optimizer is not None:
-            for gradient in gradients:
-                row_labels.mark(gradient, row_labels.MEAN)
             taker.optimizer.apply(gradients, taker.variables)
         return logs
 
