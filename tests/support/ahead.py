@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
 from tfmulti.distribution.strategies import Placement, placement_of
@@ -60,6 +61,17 @@ def trained(strategy: Any) -> Any:
     return {**first, "weights": weights, "predicted": predicted.tolist()}, len(traces)
 
 
+def losses_with_sparse_inputs(strategy: Any) -> list[float]:
+    """Returns the losses of a model that XLA cannot compile, because its inputs are sparse."""
+    x = np.eye(6, dtype=np.float32)[np.arange(48) % 6]
+    with strategy.scope():
+        outputs = keras.layers.Dense(1)(inputs := keras.Input((6,), sparse=True))
+        model = prepare(keras.Model(inputs, outputs), verify=False)
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), x[:, :1])).batch(12)
+    return model.fit(data, epochs=2, verbose=0).history["loss"]
+
+
 def main() -> None:
     strategy = make_strategy("mirrored", replicas=2)
     found = [trained(strategy)]
@@ -67,7 +79,7 @@ def main() -> None:
         module.placement_of = as_gpus  # type: ignore[attr-defined]
     execution.on_devices = noting
     found.append(trained(strategy))
-    print(json.dumps([found, placed]))
+    print(json.dumps([found, placed, losses_with_sparse_inputs(strategy)]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Tests the transfer of batches to the replicas' devices one step ahead, without a GPU."""
+"""Tests what tfmulti does on GPUs alone, on CPU devices that are treated as GPUs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +14,25 @@ from tests.support.processes import ONE_THREAD
 pytestmark = pytest.mark.mirrored
 
 
-def test_a_batch_ahead_changes_no_number(tmp_path: Path) -> None:
-    done = run(["-m", "tests.support.ahead"], tmp_path, limit_s=120, env=ONE_THREAD)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns what `tests.support.ahead` prints."""
+    folder: Path = tmp_path_factory.mktemp("ahead")
+    done = run(["-m", "tests.support.ahead"], folder, limit_s=120, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-6000:]
-    (plain, traces), (ahead, traces_ahead) = json.loads(done.stdout.splitlines()[-1])[0]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_batch_ahead_changes_no_number(printed: Any) -> None:
+    (plain, traces), (ahead, traces_ahead) = printed[0]
     assert ahead == plain
     # The smaller last batch needs no trace of its own.
     assert traces_ahead == traces
-    placed = json.loads(done.stdout.splitlines()[-1])[1]
+    placed = printed[1]
     assert placed
     assert all(device.endswith(f"CPU:{i}") for p in placed for i, device in enumerate(p))
+
+
+def test_a_step_with_sparse_inputs_is_not_compiled_unless_asked(printed: Any) -> None:
+    first, second = printed[2]
+    assert second < first

@@ -81,6 +81,8 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
     """Returns a step that XLA compiles. If tracing shows an obstacle, it runs without XLA."""
 
     def run(data: Any) -> Any:
+        if not is_requested and _has_sparse_or_text(data):
+            return step(data)
         obstacles: list[str] = []
         taker = _GradientTaker()
 
@@ -106,6 +108,12 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
         return logs
 
     return run
+
+
+def _has_sparse_or_text(data: Any) -> bool:
+    """Returns whether data have a sparse tensor or texts, with which XLA computes little."""
+    leaves = tf.nest.flatten(data)
+    return any(isinstance(leaf, tf.SparseTensor) or leaf.dtype == tf.string for leaf in leaves)
 
 
 # What TensorFlow's errors say if XLA cannot compile a function, or not for this GPU.
