@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.support.behaviours import behaviour, xla
 from tests.support.forked import run
 from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS, few
 from tests.support.processes import ONE_THREAD
+from tfmulti.training.step.xla import has_sparse_or_text
 
 pytestmark = pytest.mark.multiworker
 
@@ -68,6 +70,12 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
             assert by_xla["collectives inside"] == 0
             # A single device compiles the update, too.
             assert bool(by_xla["updates"]) == (place == ONE_DEVICE)
+
+
+def test_sparse_tensors_and_texts_are_found() -> None:
+    assert has_sparse_or_text((tf.ones(2), None, tf.constant(["text"])))
+    assert has_sparse_or_text((tf.sparse.from_dense([[1.0]]), tf.ones(1)))
+    assert not has_sparse_or_text((tf.ones(2), None, 3))
 
 
 @behaviour(xla.custom_step_compiled, at=[ONE_DEVICE])

@@ -81,7 +81,7 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
     """Returns a step that XLA compiles. If tracing shows an obstacle, it runs without XLA."""
 
     def run(data: Any) -> Any:
-        if not is_requested and _has_sparse_or_text(data):
+        if not is_requested and has_sparse_or_text(data):
             return step(data)
         obstacles: list[str] = []
         taker = _GradientTaker()
@@ -110,10 +110,12 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
     return run
 
 
-def _has_sparse_or_text(data: Any) -> bool:
+def has_sparse_or_text(data: Any) -> bool:
     """Returns whether data have a sparse tensor or texts, with which XLA computes little."""
-    leaves = tf.nest.flatten(data)
-    return any(isinstance(leaf, tf.SparseTensor) or leaf.dtype == tf.string for leaf in leaves)
+    return any(
+        isinstance(leaf, tf.SparseTensor) or getattr(leaf, "dtype", None) == tf.string
+        for leaf in tf.nest.flatten(data)
+    )
 
 
 # What TensorFlow's errors say if XLA cannot compile a function, or not for this GPU.
