@@ -59,6 +59,23 @@ def test_xla_draws_what_the_kernels_draw(name: str, dtype: str, first_row: int) 
     assert np.unique(by_kernels).size > 1
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_xla_draws_the_same_whole_numbers(dtype: str) -> None:
+    seed, row = tf.Variable([3, 11]), tf.Variable(5, dtype=tf.int64)
+
+    def draw() -> Any:
+        part = at(row.read_value())
+        return randomness.randint(part, seed.read_value(), (ROWS, 3), 0, 200, dtype)
+
+    def for_xla() -> Any:
+        with compiling([]):
+            return draw()
+
+    by_kernels = tf.function(draw, autograph=False)()
+    by_xla = tf.function(for_xla, jit_compile=True, autograph=False)()
+    np.testing.assert_array_equal(by_xla, by_kernels)
+
+
 def test_xla_refuses_numbers_of_another_type() -> None:
     obstacles: list[str] = []
     with compiling(obstacles), pytest.raises(Exception, match="float64"):

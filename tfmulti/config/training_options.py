@@ -98,7 +98,9 @@ class TrainingOptions:
             give False here: Keras does not tell its own default False from the user's False. A
             step is not compiled if its replicas need each other's rows before the gradients are
             summed, or if it draws numbers that XLA would draw otherwise. These are all but those of
-            `uniform`, `normal`, `randint` and `dropout` in `keras.random`.
+            `uniform`, `normal`, `randint` and `dropout` in `keras.random`. Nor is it compiled where
+            TensorFlow's operations are deterministic, or by default with sparse, ragged or text
+            data.
         verify: whether the first `fit` compares its first step with the same step on one device by
             plain Keras. If the numbers differ by more than rounding, `fit` raises
             VerificationError, and nothing is trained or changed. None compares with several

@@ -15,6 +15,8 @@ _EXTRA = "and-cuda"
 _SUFFIX = re.compile(r"-cu(\d+)$")
 # The wheels whose versions are shown where all wheels are right.
 _SHOWN = ("nvidia-cudnn", "nvidia-nccl", "nvidia-cuda-runtime")
+# Whoever has the wheel of one of these has CUDA as wheels.
+_MAIN = ("nvidia-cudnn", "nvidia-cuda-runtime")
 
 
 def needs_of_tensorflow() -> list[str]:
@@ -92,8 +94,9 @@ def _driver(major: int, minor: int, driver: int | None) -> list[Finding]:
 def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> list[Finding]:
     """Returns whether NVIDIA's wheels are of the versions that TensorFlow needs.
 
-    Without any of them, TensorFlow looks for the libraries of the system. With some of them, it
-    needs all: for example, cuDNN finds no convolution without the compiler nvidia-cuda-nvrtc.
+    Without the wheel of the runtime or of cuDNN, TensorFlow is taken to use the libraries of the
+    system. With one of them, the others are expected as wheels, too. For example, cuDNN finds no
+    convolution for XLA without the compiler nvidia-cuda-nvrtc.
     """
     wanted = {}
     for text in needs:
@@ -114,7 +117,7 @@ def _wheels(major: int, needs: Iterable[str], installed: Mapping[str, str]) -> l
             missing.append(f"{need.name} is missing")
         elif base in _SHOWN:
             right.append(f"{need.name} {version}")
-    if len(missing) < len(wanted):
+    if any(wanted[base].name in installed for base in _MAIN if base in wanted):
         wrong += missing
     if wrong:
         return [

@@ -143,6 +143,22 @@ def with_global_generator() -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, outer_generator)
 
 
+@contextlib.contextmanager
+def generators_restored_on_error() -> Iterator[None]:
+    """Gives Python's and Keras' generators their earlier state if the context ends by an error.
+
+    A trace that fails may have drawn from Python's generator. It may also have made Keras'
+    generator in its graph, where nothing gives it a value.
+    """
+    outer_generator, python_state = global_generator(), random.getstate()
+    try:
+        yield
+    except Exception:
+        random.setstate(python_state)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, outer_generator)
+        raise
+
+
 def global_generator() -> keras.random.SeedGenerator | None:
     """Returns Keras' generator for draws without a seed, or None if Keras has made none yet."""
     return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)

@@ -500,7 +500,8 @@ class DistributedModel(keras.Model):
             relocation.enter(self)
         self.make_predict_function()
         batch = from_batch(_one_batch(x, None, None), self._placement)
-        predicted = self.predict_function(batch)
+        with compile_errors_explained():
+            predicted = self.predict_function(batch)
         same_data.check_same_batches(predicted.digests)
         return tf.nest.map_structure(loops.concatenated, predicted.outputs)
 
@@ -589,7 +590,8 @@ def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_di
     """Runs one execution on one global batch, and returns its results."""
     model.reset_metrics()
     votes = loops.votes_of(model, stop=False)
-    result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
+    with compile_errors_explained():
+        result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
     return _results(model, loops.as_floats(result.logs), return_dict)
 
 

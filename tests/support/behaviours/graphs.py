@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,12 +17,15 @@ from tfmulti.training.loop.stop_votes import Votes
 
 def graph_of(model: keras.Model, steps: int) -> Any:
     """Returns the graph of an execution of `steps` steps, with the functions that it calls."""
+    return graph_of_call(lambda source: model.train_function(source, steps, Votes()).rows, steps)
+
+
+def graph_of_call(call: Callable[[Any], Any], steps: int = 1) -> Any:
+    """Returns the graph of a function of a source of batches, with the functions that it calls."""
     with contextlib.closing(make_feed(DataArguments(X, Y, batch_size=24), here.placement)) as feed:
         source = feed.take(0, steps)
-        execution = tf.function(
-            lambda: model.train_function(source, steps, Votes()).rows, autograph=False
-        )
-        return execution.get_concrete_function().graph.as_graph_def()
+        function = tf.function(lambda: call(source), autograph=False)
+        return function.get_concrete_function().graph.as_graph_def()
 
 
 def nodes_of(graph: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +11,30 @@ import keras
 import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
-from tests.support.behaviours.graphs import collectives_in, graph_of, is_collective
+from tests.support.behaviours.graphs import (
+    collectives_in,
+    graph_of,
+    graph_of_call,
+    is_collective,
+)
 from tests.support.models import CustomStep
 from tfmulti import prepare
+from tfmulti.training.loop.stop_votes import Votes
 
 
 class Truncated(keras.layers.Layer):
-    """Adds numbers that XLA would draw otherwise."""
+    """Adds numbers of Python's and Keras' generators, and some that XLA would draw otherwise."""
 
     def call(self, x: Any) -> Any:
+        x += 0.1 * random.random() + 0.01 * keras.random.normal(tf.shape(x))
         return x + 0.01 * keras.random.truncated_normal(tf.shape(x), seed=3)
+
+
+class DrawsByTensorFlow(keras.layers.Layer):
+    """Adds numbers of TensorFlow's own, which are the same on all replicas."""
+
+    def call(self, x: Any) -> Any:
+        return x + 0.01 * tf.random.stateless_normal([8], [1, 2])
 
 
 class Text(keras.layers.Layer):
@@ -35,6 +50,7 @@ LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
     "normalized": lambda: [keras.layers.BatchNormalization()],
     "dropped": lambda: [keras.layers.Dropout(0.3, seed=1), keras.layers.GaussianNoise(0.1, seed=2)],
     "truncated": lambda: [Truncated()],
+    "by TensorFlow": lambda: [DrawsByTensorFlow()],
 }
 
 
@@ -89,6 +105,12 @@ def _trained(model: keras.Model) -> dict[str, Any]:
         "updates": sum(
             node.op in ("ResourceApplyGradientDescent", "AssignSubVariableOp") for node in inside
         ),
+        "in evaluate and predict": [
+            len(
+                _by_xla(graph_of_call(lambda source: model.test_function(source, 1, Votes()).rows))
+            ),
+            len(_by_xla(graph_of_call(lambda source: model.predict_function(source).outputs))),
+        ],
         "collectives inside": sum(map(is_collective, inside)),
         "collectives": len(collectives_in(graph)),
     }
@@ -149,7 +171,23 @@ def custom_step_compiled() -> Any:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             logs = fit(model)
-        found.append([logs, weights_of(model), _about_values(seen)])
+        functions = len(_by_xla(graph_of(model, 1)))
+        found.append([logs, weights_of(model), functions, _about_values(seen)])
+    return found
+
+
+def predictions_of_an_unbuilt_model() -> Any:
+    """Returns predictions of models that `predict` builds, without XLA and with it."""
+    found = []
+    for initializer in ("glorot_uniform", "he_normal"):
+        outputs = []
+        for asked in (False, True):
+            keras.utils.set_random_seed(1)
+            with here.strategy.scope():
+                layers = [keras.layers.Dense(4, kernel_initializer=initializer) for _ in range(2)]
+                model = prepare(keras.Sequential(layers), jit_compile=asked)
+            outputs.append(model.predict(X[:1], verbose=0).tolist())
+        found.append(outputs)
     return found
 
 

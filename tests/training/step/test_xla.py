@@ -13,7 +13,7 @@ from tests.support.behaviours import behaviour, xla
 from tests.support.forked import run
 from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS, few
 from tests.support.processes import ONE_THREAD
-from tfmulti.training.step.xla import has_sparse_or_text
+from tfmulti.training.step.xla import is_dense
 
 pytestmark = pytest.mark.multiworker
 
@@ -23,6 +23,7 @@ OBSTACLES = {
     "normalized": "takes the statistics of all replicas",
     "dropped": None,
     "truncated": "draws from truncated_normal",
+    "by TensorFlow": "draws by StatelessRandomNormalV2",
 }
 
 
@@ -68,24 +69,32 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
             # the one for the inputs.
             assert by_xla["products"] == local_replicas * (2 + 3)
             assert by_xla["collectives inside"] == 0
-            # A single device compiles the update, too.
+            # A single device compiles the update, too, and `evaluate` and `predict`.
             assert bool(by_xla["updates"]) == (place == ONE_DEVICE)
+            assert by_xla["in evaluate and predict"] == [int(place == ONE_DEVICE)] * 2
 
 
-def test_sparse_tensors_and_texts_are_found() -> None:
-    assert has_sparse_or_text((tf.ones(2), None, tf.constant(["text"])))
-    assert has_sparse_or_text((tf.sparse.from_dense([[1.0]]), tf.ones(1)))
-    assert not has_sparse_or_text((tf.ones(2), None, 3))
+def test_sparse_and_ragged_tensors_and_texts_are_not_dense() -> None:
+    assert is_dense((tf.ones(2), None, 3))
+    assert not is_dense((tf.ones(2), None, tf.constant(["text"])))
+    assert not is_dense((tf.sparse.from_dense([[1.0]]), tf.ones(1)))
+    assert not is_dense(tf.ragged.constant([[1.0], []]))
 
 
 @behaviour(xla.custom_step_compiled, at=[ONE_DEVICE])
 def test_a_single_device_compiles_a_custom_step(results: list[Any]) -> None:
-    (logs, weights, _), (logs_by_xla, weights_by_xla, warned) = results[0]
-    assert warned == []
+    (logs, weights, none, _), (logs_by_xla, weights_by_xla, functions, warned) = results[0]
+    assert (none, functions, warned) == (0, 1, [])
     for key, values in logs.items():
         assert logs_by_xla[key] == pytest.approx(values, rel=1e-5)
     for one, other in zip(weights, weights_by_xla, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+
+
+@behaviour(xla.predictions_of_an_unbuilt_model, at=[ONE_DEVICE])
+def test_a_model_that_predict_builds_has_the_same_weights(results: list[Any]) -> None:
+    for without, by_xla in results[0]:
+        np.testing.assert_allclose(by_xla, without, rtol=0, atol=1e-6)
 
 
 @behaviour(xla.losses_without_reduction, at=few(TWO_REPLICAS, of=EVERYWHERE))
@@ -100,7 +109,7 @@ def test_an_operation_that_xla_does_not_know_is_named(errors: list[list[str]]) -
     for kind, message in errors:
         assert kind == "ModelError"
         assert "text" in message
-        assert "does not know the operation AsString. Train without XLA" in message
+        assert "does not know the operation AsString. XLA is the default" in message
         assert "--nojit_compile" in message
 
 

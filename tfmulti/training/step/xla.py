@@ -10,12 +10,14 @@ depends on the update.
 
 A pass that needs the other replicas, for batch statistics or a loss of all rows, is not compiled.
 Nor is one with random numbers that XLA would draw otherwise (`distribution.randomness`). Such a
-step is traced again without XLA.
+step is traced again without XLA. Where XLA is only the default, a step of sparse, ragged or text
+data is not compiled either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,17 +27,18 @@ import keras
 import tensorflow as tf
 
 from tfmulti.config.troubleshooting import documented
-from tfmulti.distribution.replica_slice import compiling
+from tfmulti.distribution.replica_slice import compiling, refuse_to_compile
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.model_structure import has_own_step, is_for_xla, layers_of
+from tfmulti.keras_patches.random_numbers import generators_restored_on_error
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.microbatches import giving_gradients_to
 
 Step = Callable[[Any], Any]
 
 
-def xla_compiled(model: keras.Model, step: Step, name: str = "train_step") -> Step:
+def xla_compiled(model: keras.Model, step: Step, name: str) -> Step:
     """Returns a step that XLA compiles, or the same step if XLA is not used.
 
     The user asks for XLA by `prepare(jit_compile=True)` or by `compile`. On GPUs XLA is the
@@ -48,17 +51,20 @@ def xla_compiled(model: keras.Model, step: Step, name: str = "train_step") -> St
             step is compiled.
     """
     chosen = state_of(model).options.jit_compile
-    is_requested = bool(model.jit_compile) if chosen is None else chosen
+    is_chosen = bool(model.jit_compile) if chosen is None else chosen
     placement = placement_of(model.distribute_strategy)
     is_alone = placement.replicas == 1
     by_default = chosen is None and bool(placement.gpus)
-    if model.run_eagerly or not (is_requested or by_default):
+    if model.run_eagerly or not (is_chosen or by_default):
         return step
     if name != "train_step" and not is_alone:
         return step
+    # Where Keras sees a GPU, it may have chosen True itself.
+    sees_gpu = bool(tf.config.list_physical_devices("GPU"))
+    is_requested = is_chosen and (chosen is not None or not sees_gpu)
     obstacle = _obstacle(model, name, is_alone)
     if obstacle is None:
-        return _by_xla(step, is_requested, is_alone)
+        return _by_xla(model, step, name, is_requested)
     if is_requested:
         _warn(obstacle)
     return step
@@ -77,11 +83,14 @@ def _obstacle(model: keras.Model, name: str, is_alone: bool) -> str | None:
     return "a layer does not support it"
 
 
-def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
+def _by_xla(model: keras.Model, step: Step, name: str, is_requested: bool) -> Step:
     """Returns a step that XLA compiles. If tracing shows an obstacle, it runs without XLA."""
+    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
 
     def run(data: Any) -> Any:
-        if not is_requested and has_sparse_or_text(data):
+        # `predict` may build layers, which draw their first weights while the step is traced.
+        is_built = name != "predict_step" or all(layer.built for layer in layers_of(model))
+        if not is_built or not (is_requested or is_dense(data)):
             return step(data)
         obstacles: list[str] = []
         taker = _GradientTaker()
@@ -94,7 +103,9 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
             return logs, taker.gradients
 
         try:
-            logs, gradients = passes(data)
+            with generators_restored_on_error():
+                _refuse_draws(passes.get_concrete_function(data).graph, obstacles)
+                logs, gradients = passes(data)
         except Exception:
             # Keras may replace CannotCompileError by another exception. So the list of obstacles
             # shows whether it was the cause.
@@ -110,16 +121,46 @@ def _by_xla(step: Step, is_requested: bool, is_alone: bool) -> Step:
     return run
 
 
-def has_sparse_or_text(data: Any) -> bool:
-    """Returns whether data have a sparse tensor or texts, with which XLA computes little."""
-    return any(
-        isinstance(leaf, tf.SparseTensor) or getattr(leaf, "dtype", None) == tf.string
+# The operations of `distribution.randomness`, whose bits XLA draws as the kernels do.
+_EXACT_DRAWS = (
+    "StatelessRandomGetAlg",
+    "StatelessRandomGetKeyCounter",
+    "StatelessRandomUniformFullIntV2",
+    "StatelessRandomUniformIntV2",
+)
+_DRAW = re.compile("Random|TruncatedNormal|Multinomial")
+
+
+def _refuse_draws(graph: Any, obstacles: list[str]) -> None:
+    """Raises an error if a graph draws numbers that XLA would draw otherwise, as by `tf.random`.
+
+    XLA also ignores the seeds of operations that keep a state
+    (https://www.tensorflow.org/xla/known_issues).
+    """
+    definition = graph.as_graph_def(add_shapes=False)
+    functions = (each.node_def for each in definition.library.function)
+    for node in itertools.chain(definition.node, *functions):
+        if _DRAW.search(node.op) and node.op not in _EXACT_DRAWS:
+            with compiling(obstacles):
+                refuse_to_compile(f"draws by {node.op}, and XLA would draw other numbers")
+
+
+def is_dense(data: Any) -> bool:
+    """Returns whether no leaf is sparse, ragged or text, for which XLA lacks many operations."""
+    kinds = (tf.SparseTensor, tf.RaggedTensor)
+    return not any(
+        isinstance(leaf, kinds) or getattr(leaf, "dtype", None) == tf.string
         for leaf in tf.nest.flatten(data)
     )
 
 
 # What TensorFlow's errors say if XLA cannot compile a function, or not for this GPU.
-_OF_XLA = ("tf2xla", "XLA_CPU_JIT", "XLA_GPU_JIT", " HLO")
+_OF_XLA = (
+    "tf2xla conversion failed",
+    "trying to compile graph",
+    "cannot be run on XLA",
+    "Autotuner could not find",
+)
 _UNKNOWN_OPERATION = re.compile(r"trying to compile graph .* on XLA_\w+: (\w+)")
 _REASON = re.compile(r"^.*(?:Autotuner|XLA implementation|compile-time constant).*$", re.MULTILINE)
 _OPERATION = re.compile(r"\{\{node (?!StatefulPartitionedCall)([^}]+)\}\}|op_name=\"([^\"]+)\"")
@@ -132,7 +173,8 @@ def compile_errors_explained() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         message = error.message
-        if not any(name in message for name in _OF_XLA):
+        is_of_memory = isinstance(error, tf.errors.ResourceExhaustedError)
+        if is_of_memory or not any(words in message for words in _OF_XLA):
             raise
         unknown, reason = _UNKNOWN_OPERATION.search(message), _REASON.search(message)
         operation = _OPERATION.search(message)
@@ -143,8 +185,8 @@ def compile_errors_explained() -> Iterator[None]:
         elif reason:
             cause = f": {reason[0].strip()[:120]}"
         raise ModelError(
-            f"XLA cannot compile this step{place}{cause}. Train without XLA, which is the default "
-            "on GPUs: --nojit_compile, or prepare(jit_compile=False)."
+            f"XLA cannot compile this step{place}{cause}. XLA is the default on GPUs. Train "
+            "without it: --nojit_compile, or prepare(jit_compile=False)."
         ) from error
 
 
