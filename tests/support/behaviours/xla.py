@@ -160,6 +160,14 @@ def step_that_xla_cannot_compile() -> None:
     fit(classifier(layer, prepared={"jit_compile": True, "verify": False}))
 
 
+def batch_that_xla_cannot_compile() -> None:
+    """Trains one batch of a model with an operation that XLA does not know."""
+    with here.strategy.scope():
+        layer = Text()
+    model = classifier(layer, prepared={"jit_compile": True, "verify": False})
+    model.train_on_batch(X[:8], Y[:8])
+
+
 def custom_step_compiled() -> Any:
     """Returns the logs, the weights and the warnings of a custom step, without XLA and with it."""
     found = []

@@ -104,7 +104,11 @@ def test_xla_knows_the_rows_of_a_replica(results: list[Any]) -> None:
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@behaviour(xla.step_that_xla_cannot_compile, at=few(ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE))
+@behaviour(
+    xla.step_that_xla_cannot_compile,
+    xla.batch_that_xla_cannot_compile,
+    at=few(ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE),
+)
 def test_an_operation_that_xla_does_not_know_is_named(errors: list[list[str]]) -> None:
     for kind, message in errors:
         assert kind == "ModelError"
