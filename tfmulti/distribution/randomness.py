@@ -338,7 +338,12 @@ def _aligned(
     skip = start % per_counter
     # XLA needs the size before the step runs, but not the position of the rows.
     size = count + per_counter if is_compiling() else skip + count
-    numbers = (_BY_BITS.get(draw, draw) if is_compiling() else draw)(
+    if is_compiling() and draw in _BY_BITS:
+        if options["dtype"] not in _FORMS:
+            name = options["dtype"].name
+            refuse_to_compile(f"draws {name} numbers, and XLA would draw other ones")
+        draw = _BY_BITS[draw]
+    numbers = draw(
         shape=tf.reshape(size, [1]),
         key=key,
         counter=tf.stack([low, high]),
@@ -354,8 +359,6 @@ def _uniform_by_bits(dtype: tf.DType, **options: Any) -> tf.Tensor:
     The low bits of 32 random ones become the mantissa of a number in [1, 2). The other arguments
     are those of the operation.
     """
-    if dtype not in _FORMS:
-        refuse_to_compile(f"draws {dtype.name} numbers, and XLA would draw other ones")
     unsigned, mantissa, one = _FORMS[dtype]
     bits = tf.raw_ops.StatelessRandomUniformFullIntV2(dtype=tf.uint32, **options)
     bits = tf.cast(bits & tf.constant((1 << mantissa) - 1, tf.uint32), unsigned)
@@ -368,8 +371,6 @@ def _normal_by_bits(dtype: tf.DType, shape: tf.Tensor, **options: Any) -> tf.Ten
     Two uniform numbers give two normal ones (Box and Muller, A note on the generation of random
     normal deviates, 1958). The other arguments are those of the operation.
     """
-    if dtype not in _FORMS:
-        refuse_to_compile(f"draws {dtype.name} numbers, and XLA would draw other ones")
     pairs = (shape[0] + 1) // 2
     drawn = _uniform_by_bits(tf.float32, shape=tf.reshape(2 * pairs, [1]), **options)
     first, second = tf.unstack(tf.reshape(drawn, [pairs, 2]), axis=1)

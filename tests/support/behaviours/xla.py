@@ -155,17 +155,19 @@ def losses_without_reduction() -> Any:
 
 def step_that_xla_cannot_compile() -> None:
     """Fits a model with an operation that XLA does not know."""
-    with here.strategy.scope():
-        layer = Text()
-    fit(classifier(layer, prepared={"jit_compile": True, "verify": False}))
+    fit(_with_text())
 
 
 def batch_that_xla_cannot_compile() -> None:
     """Trains one batch of a model with an operation that XLA does not know."""
+    _with_text().train_on_batch(X[:8], Y[:8])
+
+
+def _with_text() -> keras.Model:
+    """Returns a model with an operation that XLA does not know, which XLA is to compile."""
     with here.strategy.scope():
         layer = Text()
-    model = classifier(layer, prepared={"jit_compile": True, "verify": False})
-    model.train_on_batch(X[:8], Y[:8])
+    return classifier(layer, prepared={"jit_compile": True, "verify": False})
 
 
 def custom_step_compiled() -> Any:
