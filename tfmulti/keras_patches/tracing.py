@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,13 @@ def by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
 def traces_of(function: Any) -> list[Any]:
     """Returns the concrete functions that a `tf.function` has been traced to so far."""
     return list(function._list_all_concrete_functions())
+
+
+def nodes_of(graph: tf.Graph) -> list[Any]:
+    """Returns the nodes of a graph and of the functions that it calls, as `NodeDef`s."""
+    definition = graph.as_graph_def(add_shapes=False)
+    functions = (function.node_def for function in definition.library.function)
+    return [*definition.node, *itertools.chain.from_iterable(functions)]
 
 
 def graphs_called_by(op: tf.Operation) -> dict[str, Any]:

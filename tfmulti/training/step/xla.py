@@ -17,7 +17,6 @@ data is not compiled either.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.model_structure import has_own_step, is_for_xla, layers_of
 from tfmulti.keras_patches.random_numbers import generators_restored_on_error
+from tfmulti.keras_patches.tracing import nodes_of
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.microbatches import giving_gradients_to
 
@@ -128,7 +128,7 @@ _EXACT_DRAWS = (
     "StatelessRandomUniformFullIntV2",
     "StatelessRandomUniformIntV2",
 )
-_DRAW = re.compile("Random|TruncatedNormal|Multinomial")
+_DRAW = re.compile("Random|Rng|StandardNormal|TruncatedNormal|StatefulUniform|Multinomial")
 
 
 def _refuse_draws(graph: Any, obstacles: list[str]) -> None:
@@ -137,9 +137,7 @@ def _refuse_draws(graph: Any, obstacles: list[str]) -> None:
     XLA also ignores the seeds of operations that keep a state
     (https://www.tensorflow.org/xla/known_issues).
     """
-    definition = graph.as_graph_def(add_shapes=False)
-    functions = (each.node_def for each in definition.library.function)
-    for node in itertools.chain(definition.node, *functions):
+    for node in nodes_of(graph):
         if _DRAW.search(node.op) and node.op not in _EXACT_DRAWS:
             with compiling(obstacles):
                 refuse_to_compile(f"draws by {node.op}, and XLA would draw other numbers")

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.keras_patches.random_numbers import made_global_generator
-from tfmulti.keras_patches.tracing import traces_of
+from tfmulti.keras_patches.tracing import nodes_of, traces_of
 from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.worker_batch import of_any_rows
 from tfmulti.training.state import relocation
@@ -198,11 +198,7 @@ def random_operations(step: Any) -> tuple[tuple[str, ...], str | None]:
     operations: set[str] = set()
     line = None
     for concrete in traces_of(step):
-        definition = concrete.graph.as_graph_def(add_shapes=False)
-        nodes = [*definition.node]
-        for function in definition.library.function:
-            nodes += function.node_def
-        operations |= {node.op for node in nodes if node.op in _DRAWS}
+        operations |= {node.op for node in nodes_of(concrete.graph) if node.op in _DRAWS}
         drawing = [op for op in concrete.graph.get_operations() if op.type in _DRAWS]
         lines = (recording.line_of(op.outputs[0]) for op in drawing if op.outputs)
         line = line or next(filter(None, lines), None)
