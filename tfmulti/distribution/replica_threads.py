@@ -48,7 +48,7 @@ def _merged(values: Sequence[Any], merge_parts: Callable[[Sequence[Any]], Any]) 
     """
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
-    if not _are_siblings(context.strategy, replicas):
+    if not are_siblings(context.strategy):
         return None
 
     def merge(_: tf.distribute.Strategy, *parts_of_values: Any) -> list[Any]:
@@ -66,8 +66,9 @@ def _merged(values: Sequence[Any], merge_parts: Callable[[Sequence[Any]], Any]) 
     return merged
 
 
-def _are_siblings(strategy: tf.distribute.Strategy, replicas: int) -> bool:
+def are_siblings(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether there is one replica, or all replicas are CPU devices of this process."""
+    replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return True
     devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]

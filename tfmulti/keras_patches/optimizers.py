@@ -2,8 +2,9 @@
 
 Keras' `apply` clips the gradients of each replica and then sums them. A patched optimizer reduces
 the gradients first, so clipping, finite checks and loss scaling see the gradient of the global
-batch. All replicas then compute the same update, each on its own copy of the variables. So the
-update needs no `merge_call`, and may stand inside a condition.
+batch. If all replicas are CPU devices of this process, one computation then updates their copies of
+the variables. Otherwise each replica computes the same update on its own copy. That needs no
+`merge_call`, and may stand inside a condition.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -23,13 +24,13 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfmulti.distribution import collectives, custom_steps, global_values
+from tfmulti.distribution import collectives, custom_steps, global_values, replica_threads
 from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.cpu_speed import updates
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled
-from tfmulti.keras_patches.patching import in_replica_slice, replace
+from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
 Gradients = Sequence[Any]
 
@@ -56,9 +57,37 @@ def _refuse_unknown(
     )
 
 
-class _UpdatesReplica:
-    """Mixin for an optimizer that gets global gradients: each replica updates its own copy.
+def _assigning_copies(name: str, of_rows: str) -> Callable[..., None]:
+    """Returns a method by which an optimizer outside a replica changes the copies of all replicas.
 
+    `DistributedVariable.assign` would take four operations for each copy, and it refuses
+    `tf.IndexedSlices`.
+
+    Args:
+        name: the name of the method, of an optimizer and of a `tf.Variable`.
+        of_rows: the method of a `tf.Variable` that takes `tf.IndexedSlices`.
+    """
+
+    def method(self: Any, variable: Any, value: Any) -> None:
+        if not (tf.distribute.in_cross_replica_context() and _has_several_replicas()):
+            getattr(super(_UpdatesReplica, self), name)(variable, value)
+            return
+        variable = variable.value if isinstance(variable, keras.Variable) else variable
+        value = tf.cast(value, variable.dtype)
+        for copy in tf.distribute.get_strategy().experimental_local_results(variable):
+            with tf.device(copy.device):
+                if isinstance(value, tf.IndexedSlices):
+                    getattr(copy, of_rows)(value)
+                else:
+                    getattr(copy, name)(value, read_value=False)
+
+    return method
+
+
+class _UpdatesReplica:
+    """Mixin for an optimizer that gets global gradients, which are the same on all replicas.
+
+    In a replica's context it updates the copy of that replica, otherwise those of all replicas.
     Keras reduces the gradients in `_all_reduce_sum_gradients` and updates in cross-replica context
     by `merge_call`. That cannot stand inside a condition, and Keras accumulates gradients and
     overwrites variables by their averages inside conditions.
@@ -71,11 +100,13 @@ class _UpdatesReplica:
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates a variable, with several replicas by the faster forms of `cpu_speed`."""
         step = super().update_step  # type: ignore[misc]
-        context = tf.distribute.get_replica_context()
-        several = context is not None and context.num_replicas_in_sync > 1
-        update = updates.of_step(step) if several and is_enabled() else None
+        update = updates.of_step(step) if _has_several_replicas() and is_enabled() else None
         if update is None or not update(self, gradient, _updated(self, variable), learning_rate):
             step(gradient, variable, learning_rate)
+
+    assign = _assigning_copies("assign", "scatter_update")
+    assign_add = _assigning_copies("assign_add", "scatter_add")
+    assign_sub = _assigning_copies("assign_sub", "scatter_sub")
 
 
 def _updated(optimizer: Any, variable: Any) -> list[Any]:
@@ -84,6 +115,11 @@ def _updated(optimizer: Any, variable: Any) -> list[Any]:
     if isinstance(optimizer, keras.optimizers.Adam):
         return [variable, optimizer._momentums[index], optimizer._velocities[index]]
     return [variable, optimizer.momentums[index]] if optimizer.momentum else [variable]
+
+
+def _has_several_replicas() -> bool:
+    """Returns whether the strategy of the current step or update has several replicas."""
+    return bool(tf.distribute.get_strategy().num_replicas_in_sync > 1)
 
 
 def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,9 +131,7 @@ def _on_each_replica(original: Callable[..., Any]) -> Callable[..., Any]:
     plain = getattr(BaseOptimizer, original.__name__)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        several = context is not None and context.num_replicas_in_sync > 1
-        if several and isinstance(self, _UpdatesReplica):
+        if isinstance(self, _UpdatesReplica) and _has_several_replicas():
             return plain(self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
@@ -120,9 +154,32 @@ class _ReducesFirst(_UpdatesReplica):
             variables = trainable_variables or ()
             names = [v.path for v in variables] if len(variables) == len(grads) else []
             grads = self._tfmulti_reduce(grads, names)
-        at_once = updates.of_all_variables() if is_enabled() else contextlib.nullcontext()
-        with at_once, custom_steps.gradients_are_global.set_to(True):
-            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        apply = super().apply  # type: ignore[misc]
+
+        def update(_: Any = None) -> Any:
+            at_once = updates.of_all_variables() if is_enabled() else contextlib.nullcontext()
+            with at_once, custom_steps.gradients_are_global.set_to(True):
+                return apply(grads, trainable_variables)
+
+        context = tf.distribute.get_replica_context()
+        if context is not None and _can_update_copies(self, context.strategy):
+            return context.merge_call(update)
+        return update()
+
+
+def _can_update_copies(optimizer: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether one computation can update the copies of all replicas, and is faster.
+
+    An optimizer that wraps others, or of a class of the user, may do what only a replica can do.
+    SGD updates a variable by one operation, so nothing is saved there.
+    """
+    return (
+        strategy.num_replicas_in_sync > 1
+        and replica_threads.are_siblings(strategy)
+        and is_of_keras(type(optimizer))
+        and not inner_optimizers(optimizer)
+        and not isinstance(optimizer, keras.optimizers.SGD)
+    )
 
 
 def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:

@@ -19,6 +19,7 @@ from tests.support.threads import left_since
 from tfmulti import prepare
 from tfmulti.distribution import collectives, connections, replica_threads
 from tfmulti.distribution.transport import channel, rendezvous
+from tfmulti.keras_patches import optimizers
 from tfmulti.training.input.prefetcher import Prefetcher
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 
@@ -78,7 +79,7 @@ def replicas_with_and_without_collectives() -> Any:
         ]
 
     plain = {name: trained(name) for name in LAYERS}
-    with mock.patch.object(replica_threads, "_are_siblings", return_value=False):
+    with mock.patch.object(replica_threads, "are_siblings", return_value=False):
         return plain, {name: trained(name) for name in LAYERS}
 
 
@@ -88,6 +89,54 @@ def update_kernels_of_a_step() -> Any:
     fit(model, epochs=1)
     nodes = nodes_of(graph_of(model, 1))
     return sum(node.op == "ResourceApplyGradientDescent" for node in nodes)
+
+
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "Adam with averages": lambda: keras.optimizers.Adam(
+        0.01, clipnorm=0.1, use_ema=True, ema_overwrite_frequency=3
+    ),
+    "Adam with accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
+    "Adam with amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.CosineDecay(0.01, 20), global_clipnorm=0.1
+    ),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "Adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "Adadelta": lambda: keras.optimizers.Adadelta(0.1),
+    "Adamax": lambda: keras.optimizers.Adamax(0.01),
+    "Nadam": lambda: keras.optimizers.Nadam(0.01),
+    "Ftrl": lambda: keras.optimizers.Ftrl(0.1),
+    "Lion": lambda: keras.optimizers.Lion(0.01),
+    "Lamb": lambda: keras.optimizers.Lamb(0.01),
+    "Adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "Muon": lambda: keras.optimizers.Muon(0.01),
+}
+
+
+def updates_of_copies(name: str) -> Any:
+    """Trains with an optimizer: by one update of all copies, and by an update on each replica.
+
+    The model has an embedding, whose gradient is sparse, and a constraint.
+
+    Returns:
+        For both, the copies of each variable of the model and of the optimizer, and the number of
+        operations of a step.
+    """
+
+    def trained() -> Any:
+        keras.utils.set_random_seed(1)
+        embedding = keras.layers.Embedding(9, 4)
+        layers = [keras.layers.Lambda(lambda x: x[:, :2] > 0), embedding, keras.layers.Flatten()]
+        constrained = keras.layers.Dense(8, "relu", kernel_constraint="max_norm")
+        model = classifier(*layers, constrained, optimizer=OPTIMIZERS[name]())
+        fit(model, epochs=1)
+        variables = [*model.variables, *model.optimizer.variables]
+        copies = [[copy.numpy().tolist() for copy in v.value.values] for v in variables]
+        return copies, len(nodes_of(graph_of(model, 1)))
+
+    at_once = trained()
+    with mock.patch.object(optimizers, "_can_update_copies", return_value=False):
+        return at_once, trained()
 
 
 def tensorflow_calls_of_a_step() -> Any:

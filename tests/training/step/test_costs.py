@@ -100,6 +100,18 @@ def test_sgd_updates_by_a_kernel(results: list[Any], kernels: int) -> None:
     assert all(worker == kernels for worker in results)
 
 
+@pytest.mark.parametrize("case", costs.OPTIMIZERS)
+@behaviour(costs.updates_of_copies, at=[TWO_REPLICAS])
+def test_one_update_of_all_copies_gives_the_numbers_of_an_update_on_each_replica(
+    results: list[Any],
+) -> None:
+    """All numbers are equal to the bit, on both replicas. A step has fewer operations."""
+    [((copies, operations), (expected, by_each))] = results
+    assert copies == expected
+    assert all(one == other for one, other in copies)
+    assert operations < by_each
+
+
 @behaviour(costs.tensorflow_calls_of_a_step, at=few(*SEVERAL, of=EVERYWHERE))
 def test_a_step_is_one_call_and_traced_once(results: list[Any], place: str) -> None:
     """A batch with fewer rows needs no other trace.

@@ -295,7 +295,9 @@ def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) 
     succeeded = False
     # Inside the strategy's scope a gradient tape does not accept variables of all replicas.
     with relocation.without_strategy(None), contextlib.suppress(Exception):
-        tf.function(step).get_concrete_function(tf.nest.map_structure(_spec, specs))
+        # As in Keras, AutoGraph reads no step. A step that always runs eagerly may need it here.
+        traced = tf.function(step, autograph=model.run_eagerly)
+        traced.get_concrete_function(tf.nest.map_structure(_spec, specs))
         succeeded = True
     with model.distribute_strategy.scope():
         # The scope makes the variables when it ends.
