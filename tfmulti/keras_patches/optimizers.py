@@ -8,7 +8,7 @@ the variables. Otherwise each replica computes the same update on its own copy. 
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
-| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
+| `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_backend_apply_gradients`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `_updated` | `BaseOptimizer._get_variable_index`, `Adam._momentums`, `_velocities` | none | Keras' SGD updates by one kernel, and Keras' Adam computes only once what all variables share |
 | `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
 """  # noqa: E501
@@ -97,6 +97,21 @@ class _UpdatesReplica:
         """Returns the gradients as they are, since they are reduced already."""
         return list(grads_and_vars)
 
+    def _backend_apply_gradients(self, grads: Gradients, trainable_variables: Any) -> None:
+        """Clips the gradients and updates the variables, for all replicas at once if it can."""
+        apply = super()._backend_apply_gradients  # type: ignore[misc]
+
+        def update(_: Any = None) -> None:
+            at_once = updates.of_all_variables() if is_enabled() else contextlib.nullcontext()
+            with at_once:
+                apply(grads, trainable_variables)
+
+        context = tf.distribute.get_replica_context()
+        if context is not None and _can_update_copies(self, context.strategy):
+            context.merge_call(update)
+        else:
+            update()
+
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates a variable, with several replicas by the faster forms of `cpu_speed`."""
         step = super().update_step  # type: ignore[misc]
@@ -154,30 +169,21 @@ class _ReducesFirst(_UpdatesReplica):
             variables = trainable_variables or ()
             names = [v.path for v in variables] if len(variables) == len(grads) else []
             grads = self._tfmulti_reduce(grads, names)
-        apply = super().apply  # type: ignore[misc]
-
-        def update(_: Any = None) -> Any:
-            at_once = updates.of_all_variables() if is_enabled() else contextlib.nullcontext()
-            with at_once, custom_steps.gradients_are_global.set_to(True):
-                return apply(grads, trainable_variables)
-
-        context = tf.distribute.get_replica_context()
-        if context is not None and _can_update_copies(self, context.strategy):
-            return context.merge_call(update)
-        return update()
+        with custom_steps.gradients_are_global.set_to(True):
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
 
 def _can_update_copies(optimizer: Any, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether one computation can update the copies of all replicas, and is faster.
 
-    An optimizer that wraps others, or of a class of the user, may do what only a replica can do.
-    SGD updates a variable by one operation, so nothing is saved there.
+    An optimizer inside another one may update in a condition, and a class of the user may do what
+    only a replica can do. SGD updates a variable by one operation, so nothing is saved there.
     """
     return (
         strategy.num_replicas_in_sync > 1
         and replica_threads.are_siblings(strategy)
         and is_of_keras(type(optimizer))
-        and not inner_optimizers(optimizer)
+        and isinstance(optimizer, _ReducesFirst)
         and not isinstance(optimizer, keras.optimizers.SGD)
     )
 

@@ -19,11 +19,13 @@ from tfmulti.distribution import global_values, replica_context
 from tfmulti.distribution.lookup_gradients import Lookup
 from tfmulti.errors import VerificationError
 from tfmulti.keras_patches import layers, losses
+from tfmulti.keras_patches.tracing import traces_of
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.verification import comparison
 from tfmulti.training.verification.comparison import Difference
+from tfmulti.training.verification.plain_run import PlainRun
 
 ONE_STEP = {"epochs": 1, "x": X[:18], "y": Y[:18], "batch_size": 15, "shuffle": False}
 
@@ -473,6 +475,46 @@ def warnings_of_an_evaluation(layer: str) -> list[str]:
         warnings.simplefilter("always")
         model.evaluate(X[:18], Y[:18, None] > 0, batch_size=18, verbose=0)
     return [str(w.message) for w in caught if "it is not known whether" in str(w.message)]
+
+
+class Checked(keras.Model):
+    """A model whose step passes its inputs through a `check` that changes nothing."""
+
+    check = ""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        if self.check == "rows":
+            with tf.control_dependencies([tf.debugging.assert_greater(tf.shape(x)[0], 1)]):
+                x = tf.identity(x)
+        if self.check == "printed":
+            tf.print("rows:", tf.shape(x)[0])
+        return super().train_step((x, y))
+
+
+def rows_of_one_device(check: str) -> Any:
+    """Returns the verdict, and the rows and the traces of each run on one device.
+
+    In the first run the replicas are still computing.
+    """
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = Checked(inputs, keras.layers.Dense(3, "softmax")(inputs))
+        model.check = check
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    prepare(model)
+    runs: list[Any] = []
+    original = PlainRun.run
+
+    def run(self: PlainRun, step: Any, batches: Any, **options: Any) -> Any:
+        runs.append([len(batches[0][0]), len(traces_of(step))])
+        return original(self, step, batches, **options)
+
+    with mock.patch.object(PlainRun, "run", run):
+        fit(model, **{**ONE_STEP, "x": X[:15], "y": Y[:15]})
+    verification = state_of(model).verification
+    return [verification and verification.verdict, runs]
 
 
 def verified_biases_before_batch_normalization() -> Any:

@@ -126,6 +126,17 @@ def test_an_evaluation_with_a_layer_that_is_not_understood_warns(
     assert all("values of the test_step" in message for message in told)
 
 
+@pytest.mark.parametrize("case", ["", "rows", "printed"])
+@behaviour(verification.rows_of_one_device, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_one_device_first_computes_one_row(results: list[Any], case: str) -> None:
+    """This optimizes its graph. A step that fails for one row is still compared.
+
+    What a step prints is not printed for one row.
+    """
+    first = [] if case == "printed" else [[1, 1]]
+    assert all(worker == ["same", [*first, [15, 1], [15, 1]]] for worker in results)
+
+
 @behaviour(
     verification.verified_biases_before_batch_normalization, at=few(TWO_REPLICAS, of=SEVERAL)
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,9 @@ _DRAWS = names(
     "RandomPoissonV2 Multinomial RngReadAndSkip RngSkip StatefulStandardNormalV2 "
     "StatefulUniform StatefulUniformInt StatefulTruncatedNormal"
 )
+
+# These operations call Python, print, or write files.
+_OUTSIDE = re.compile("PyFunc|Print|Summary|Write|Save")
 
 
 @dataclass
@@ -74,6 +79,28 @@ class PlainRun:
         if self._model.run_eagerly:
             return step
         return tf.function(recording.with_line_marker(lambda batch: step(of_any_rows(batch))))
+
+    def trace(self, step: Any, batch: Any, *, may_run: bool) -> None:
+        """Traces a step, so that `run` only has to run it.
+
+        Args:
+            step: a step that `compiled` returned.
+            batch: the global batch.
+            may_run: whether the step may be run for the first row. TensorFlow optimizes a graph
+                when it is first run, which takes longer than the run itself. One row needs so
+                little memory that the replicas may compute at the same time.
+        """
+        leaves = tf.nest.flatten(batch)
+        if not (
+            may_run and all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves)
+        ):
+            step.get_concrete_function(batch)
+            return
+        graph = step.get_concrete_function(tf.nest.map_structure(_spec_of_any_rows, batch)).graph
+        if not any(_OUTSIDE.search(node.op) for node in nodes_of(graph)):
+            # A step that cannot take one row is optimized when it first takes all of them.
+            with contextlib.suppress(Exception):
+                self.run(step, [tf.nest.map_structure(lambda leaf: leaf[:1], batch)])
 
     def _perturbing_gradients(self, step: Any) -> Any:
         """Returns a step whose optimizers get perturbed gradients if `run` asks for that.
@@ -145,6 +172,10 @@ class PlainRun:
         # on one device. Both begin with the same state.
         if self._drawn_by is not None:
             made_global_generator().state.assign(self._drawn_by)
+
+
+def _spec_of_any_rows(leaf: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
