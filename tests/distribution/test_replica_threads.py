@@ -19,6 +19,11 @@ from tfmulti.distribution import replica_threads
 
 strategy = make_strategy("mirrored", replicas=3, env={})
 constant = tf.constant(2.0)  # one tensor, on all replicas
+computed = []
+
+def doubled(value):
+    computed.append(value)
+    return 2 * value
 
 def on_replica():
     n = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -30,6 +35,7 @@ def on_replica():
     total, count, half, same, rows = replica_threads.totals(given)
     all_get = {
         "total": total,
+        "doubled": replica_threads.computed_once(lambda: doubled(total)),
         "count": count,
         "half": half,
         "same": same,
@@ -41,6 +47,7 @@ def on_replica():
     return tf.nest.map_structure(tf.identity, all_get)  # each its own, lest one come out for all
 
 found = tf.function(lambda: strategy.run(on_replica), autograph=False)()
+assert len(computed) == 1
 parts = {name: strategy.experimental_local_results(value) for name, value in found.items()}
 for i in range(3):
     print(json.dumps({name: of_each[i].numpy().tolist() for name, of_each in parts.items()}))
@@ -51,6 +58,7 @@ def test_all_replicas_get_the_same(tmp_path: Path) -> None:
     done = run(["-c", CODE], tmp_path, limit_s=60)
     expected = {
         "total": 111.0,
+        "doubled": 222.0,
         "count": 3,
         # The values are added in float32 and rounded once. Sums in float16 give 8704 in any order.
         "half": 8712.0,

@@ -505,20 +505,27 @@ def global_metrics(
         value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
         for v, value in zip(variables, values, strict=True)
     ]
-    totals = sum_by_dtype([*local, *extra])
-    states = [
-        total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
-        for v, total in zip(variables, totals, strict=False)
-    ]
+    to_sum = [*local, *extra]
+    totals = replica_threads.totals(to_sum)
+    if totals is None:
+        totals = sum_by_dtype(to_sum)
     sums = totals[len(local) :]
-    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))) as scope:
-        given = [scope.get_current_value(v) for v in variables]
-        computed = results(sums)
-    for variable, state in zip(variables, given, strict=True):
-        if scope.get_current_value(variable) is not state:
-            raise ModelError(
-                f"result() of a metric changes its variable {variable.path!r}. Results are "
-                "computed from the states of all replicas, and not after each step, so change "
-                "variables in update_state."
-            )
-    return computed, sums
+
+    def computed() -> Results:
+        states = [
+            total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
+            for v, total in zip(variables, totals, strict=False)
+        ]
+        with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))) as scope:
+            given = [scope.get_current_value(v) for v in variables]
+            found = results(sums)
+        for variable, state in zip(variables, given, strict=True):
+            if scope.get_current_value(variable) is not state:
+                raise ModelError(
+                    f"result() of a metric changes its variable {variable.path!r}. Results are "
+                    "computed from the states of all replicas, and not after each step, so change "
+                    "variables in update_state."
+                )
+        return found
+
+    return replica_threads.computed_once(computed), sums

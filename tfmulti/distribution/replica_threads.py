@@ -2,17 +2,20 @@
 
 The replicas of one process are parts of one graph, so each can read the tensors of the others. So a
 sum here is a single operation for all replicas. TensorFlow's collectives take about thirty
-operations for each tensor, and also threads and copies.
+operations for each tensor, and also threads and copies. What follows from sums can also be computed
+once for all replicas.
 
-The functions return None on GPUs, where NCCL is faster, and for several workers.
+Sums and gathers are None on GPUs, where NCCL is faster, and for several workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
+
+Result = TypeVar("Result")
 
 
 def totals(values: Sequence[Any]) -> list[Any] | None:
@@ -37,6 +40,18 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor | None:
     """Returns the rows of all replicas in the order of the replicas; None as in `totals`."""
     merged = _merged([value], lambda parts: tf.concat(parts, 0))
     return None if merged is None else merged[0]
+
+
+def computed_once(compute: Callable[[], Result]) -> Result:
+    """Returns what a function computes from values that are the same on all replicas.
+
+    Replicas that are CPU devices of one process share one computation. Every replica calls it.
+    """
+    context = tf.distribute.get_replica_context()
+    if not are_siblings(context.strategy):
+        return compute()
+    result: Result = context.merge_call(lambda _: compute())
+    return result
 
 
 def _merged(values: Sequence[Any], merge_parts: Callable[[Sequence[Any]], Any]) -> list[Any] | None:
