@@ -489,6 +489,8 @@ class Checked(keras.Model):
                 x = tf.identity(x)
         if self.check == "printed":
             tf.print("rows:", tf.shape(x)[0])
+        if self.check == "looped":
+            x = tf.while_loop(lambda x: False, lambda x: x, [x])[0]
         return super().train_step((x, y))
 
 

@@ -30,8 +30,8 @@ _DRAWS = names(
     "StatefulUniform StatefulUniformInt StatefulTruncatedNormal"
 )
 
-# These operations call Python, print, or write files.
-_OUTSIDE = re.compile("PyFunc|Print|Summary|Write|Save")
+# These operations call Python, print, write files, or loop, maybe without end for another input.
+_NOT_FOR_ONE_ROW = re.compile("PyFunc|Print|Summary|Write|Save|While")
 
 
 @dataclass
@@ -97,7 +97,7 @@ class PlainRun:
             step.get_concrete_function(batch)
             return
         graph = step.get_concrete_function(tf.nest.map_structure(_spec_of_any_rows, batch)).graph
-        if not any(_OUTSIDE.search(node.op) for node in nodes_of(graph)):
+        if not any(_NOT_FOR_ONE_ROW.search(node.op) for node in nodes_of(graph)):
             # A step that cannot take one row is optimized when it first takes all of them.
             with contextlib.suppress(Exception):
                 self.run(step, [tf.nest.map_structure(lambda leaf: leaf[:1], batch)])
