@@ -63,6 +63,8 @@ def _merged(values: Sequence[Any], merge_parts: Callable[[Sequence[Any]], Any]) 
     """
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
+    if replicas == 1:
+        return [merge_parts((value,)) for value in values]
     if not are_siblings(context.strategy):
         return None
 
@@ -82,10 +84,10 @@ def _merged(values: Sequence[Any], merge_parts: Callable[[Sequence[Any]], Any]) 
 
 
 def are_siblings(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether there is one replica, or all replicas are CPU devices of this process."""
+    """Returns whether there are several replicas, and all are CPU devices of this process."""
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
-        return True
+        return False
     devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
     return len(devices) == replicas and all(device.device_type == "CPU" for device in devices)
 

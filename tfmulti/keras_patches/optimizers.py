@@ -180,8 +180,7 @@ def _can_update_copies(optimizer: Any, strategy: tf.distribute.Strategy) -> bool
     only a replica can do. SGD updates a variable by one operation, so nothing is saved there.
     """
     return (
-        strategy.num_replicas_in_sync > 1
-        and replica_threads.are_siblings(strategy)
+        replica_threads.are_siblings(strategy)
         and is_of_keras(type(optimizer))
         and isinstance(optimizer, _ReducesFirst)
         and not isinstance(optimizer, keras.optimizers.SGD)

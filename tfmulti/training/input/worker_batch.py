@@ -215,11 +215,12 @@ def on_devices(batch: WorkerBatch, devices: Sequence[str]) -> WorkerBatch:
 
 def with_any_rows(batch: WorkerBatch) -> WorkerBatch:
     """Returns a batch with specs in place of its data, so that it stands for any number of rows."""
-    return batch._replace(
-        data=tf.nest.map_structure(
-            lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), batch.data
-        )
-    )
+    return batch._replace(data=specs_of_any_rows(batch.data))
+
+
+def specs_of_any_rows(data: Any) -> Any:
+    """Returns a `tf.TensorSpec` for each of the tensors, for any number of rows."""
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), data)
 
 
 # The nests of `tf.TensorSpec` by the names that queues hold.

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfmulti.keras_patches.random_numbers import made_global_generator
 from tfmulti.keras_patches.tracing import nodes_of, traces_of
 from tfmulti.keras_patches.variables import tf_variable_of
-from tfmulti.training.input.worker_batch import of_any_rows
+from tfmulti.training.input.worker_batch import of_any_rows, specs_of_any_rows
 from tfmulti.training.state import relocation
 from tfmulti.training.verification import comparison, recording
 from tfmulti.training.verification.compared import names
@@ -96,7 +96,7 @@ class PlainRun:
         ):
             step.get_concrete_function(batch)
             return
-        graph = step.get_concrete_function(tf.nest.map_structure(_spec_of_any_rows, batch)).graph
+        graph = step.get_concrete_function(specs_of_any_rows(batch)).graph
         if not any(_NOT_FOR_ONE_ROW.search(node.op) for node in nodes_of(graph)):
             # A step that cannot take one row is optimized when it first takes all of them.
             with contextlib.suppress(Exception):
@@ -172,10 +172,6 @@ class PlainRun:
         # on one device. Both begin with the same state.
         if self._drawn_by is not None:
             made_global_generator().state.assign(self._drawn_by)
-
-
-def _spec_of_any_rows(leaf: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
 
 
 def flat(logs: Any) -> list[tuple[str, Any]]:
