@@ -139,6 +139,9 @@ CONSTANTS: dict[str, dict[str, object]] = {
         # Keras 3 accepts no other ending.
         "checkpoint_filepath": "./model_checkpoints/cyclegan.weights.h5",
     },
+    # So the training has two batches. A thread might draw the augmentation of a third one before
+    # the epoch ends, with plain Keras too.
+    "convmixer": {"val_split": 0.2},
     "image_captioning": {
         "IMAGE_SIZE": (96, 96),
         "VOCAB_SIZE": 1000,

@@ -75,7 +75,7 @@ def mixed(
     all_rows = tf.nest.map_structure(
         lambda value: gather_rows_with_gradient(replica_slice, value), data
     )
-    with computing(replica_slice.alone()):
+    with computing(replica_slice.of_all_rows()):
         result = original(layer, all_rows, training=training)
     first = replica_slice.first_row
     return tf.nest.map_structure(lambda value: value[first : first + read_rows], result)

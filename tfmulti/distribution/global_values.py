@@ -173,19 +173,9 @@ def read_rows(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
 def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
     """Notes the reason if it is not known how a value depends on the rows.
 
-    The first step is then compared with one device. That comparison is not enough for a condition,
-    which may take another branch in a later step.
-
-    Raises:
-        ModelError: a condition computes the value.
+    The first step is then compared with one device, or each replica computes the whole batch.
     """
     label = label_of(value)
-    if label.kind is Kind.LOCAL and row_labels.is_of_condition(label.reason):
-        raise ModelError(
-            f"the step uses a value of {label.reason}, a condition on tensors that reads "
-            "variables. Its predicate or a branch depends on the rows of all replicas. Compute "
-            "both values outside of tf.cond, and choose one by tf.where."
-        )
     if label.kind is Kind.LOCAL:
         replica_slice.note_unknown(label.reason)
 

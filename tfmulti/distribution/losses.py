@@ -213,7 +213,7 @@ def from_all_rows(
         lambda v: _all_rows_of_variable(replica_slice, v, attached), y_pred
     )
     # This call gets all rows, so a loss inside it must not be scaled.
-    with computing(replica_slice.alone()):
+    with computing(replica_slice.of_all_rows()):
         loss = compute(y_true, y_pred, weights)
     return _with_gradient_times(loss, tf.math.reciprocal_no_nan(replica_slice.weight))
 

@@ -17,6 +17,7 @@ These functions exchange values between the replicas:
 | `sum_with_gradient` | the sum of a tensor over all replicas; gradients flow back |
 | `sum_by_dtype` | such sums of several tensors, by one collective for each dtype |
 | `gather_rows` | the rows of all replicas |
+| `gather_batch` | the same for the rows of a batch, which may be ragged or sparse |
 | `gather_rows_with_gradient` | the same rows; a row's gradient flows back to its replica |
 | `stack_over_replicas` | every replica's value, `[replicas, ...]`; gradients flow back |
 | `global_metrics` | the metrics over the data of all replicas |
@@ -316,27 +317,54 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     numbers, and sorts the rows by them.
 
     Raises:
-        ModelError: the value has strings.
+        ModelError: the value has strings, and the replicas are not CPU devices of one process.
         CannotCompileError: XLA is to compile the step.
     """
     refuse_to_compile("takes the rows of all replicas")
     if value.dtype == tf.bool:
         return tf.cast(gather_rows(tf.cast(value, tf.int32)), tf.bool)
+    of_process = replica_threads.gather_rows(value)
+    if of_process is not None:
+        return of_process
     if value.dtype == tf.string:
         raise ModelError(
-            "strings cannot be gathered from several replicas. Use numbers in their place, or "
-            "plain Keras on one device."
+            "strings cannot be gathered from several workers or GPUs. Use numbers in their place, "
+            "or plain Keras on one device."
         )
     receive = collectives.begin_rows([value])
     if receive is not None:
         return receive()[0]
-    of_process = replica_threads.gather_rows(value)
-    if of_process is not None:
-        return of_process
     context = tf.distribute.get_replica_context()
     number = tf.cast(context.replica_id_in_sync_group, tf.int32)
     numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)
     return tf.gather(context.all_gather(value, axis=0), tf.argsort(numbers, stable=True))
+
+
+def gather_batch(data: Any, replica_slice: ReplicaSlice) -> Any:
+    """Returns the rows of all replicas for a nest of dense, ragged and sparse tensors.
+
+    Args:
+        data: the rows of this replica that count.
+        replica_slice: this replica's slice.
+
+    Raises:
+        ModelError: a tensor has strings, and there are several workers.
+    """
+
+    def gathered(value: Any) -> Any:
+        if isinstance(value, tf.RaggedTensor):
+            lengths = [gather_rows(lengths) for lengths in value.nested_row_lengths()]
+            values = gather_rows(value.flat_values)
+            return tf.RaggedTensor.from_nested_row_lengths(values, lengths, validate=False)
+        if isinstance(value, tf.SparseTensor):
+            rest = value.dense_shape[1:]
+            first = tf.concat([[replica_slice.first_row], tf.zeros_like(rest)], 0)
+            shape = tf.concat([[replica_slice.global_rows], rest], 0)
+            indices = gather_rows(value.indices + first)
+            return tf.SparseTensor(indices, gather_rows(value.values), shape)
+        return gather_rows(value) if isinstance(value, tf.Tensor) and value.shape.rank else value
+
+    return tf.nest.map_structure(gathered, data)
 
 
 def sum_with_gradient(value: tf.Tensor) -> tf.Tensor:
@@ -498,24 +526,9 @@ def global_metrics(
     Raises:
         ModelError: the `result` of a metric changes a variable.
     """
-    context = tf.distribute.get_replica_context()
-    replicas = context.num_replicas_in_sync
-    first = context.replica_id_in_sync_group == 0
-    local = [
-        value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
-        for v, value in zip(variables, values, strict=True)
-    ]
-    to_sum = [*local, *extra]
-    totals = replica_threads.totals(to_sum)
-    if totals is None:
-        totals = sum_by_dtype(to_sum)
-    sums = totals[len(local) :]
+    states, sums = _states_and_sums(variables, values, extra)
 
     def computed() -> Results:
-        states = [
-            total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
-            for v, total in zip(variables, totals, strict=False)
-        ]
         with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))) as scope:
             given = [scope.get_current_value(v) for v in variables]
             found = results(sums)
@@ -529,3 +542,34 @@ def global_metrics(
         return found
 
     return replica_threads.computed_once(computed), sums
+
+
+def states_of_metrics(variables: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the states of metrics over the data of all replicas so far.
+
+    Args:
+        variables: the metrics' Keras variables, which have this replica's part of the states.
+    """
+    return _states_and_sums(variables, [tf.identity(v.value) for v in variables], [])[0]
+
+
+def _states_and_sums(
+    variables: Sequence[Any], values: Sequence[tf.Tensor], extra: Sequence[tf.Tensor]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Returns the metrics' states of all replicas, and `extra` summed over the replicas."""
+    context = tf.distribute.get_replica_context()
+    first = context.replica_id_in_sync_group == 0
+    local = [
+        value if v.aggregation != "only_first_replica" else tf.where(first, value, 0)
+        for v, value in zip(variables, values, strict=True)
+    ]
+    to_sum = [*local, *extra]
+    totals = replica_threads.totals(to_sum)
+    if totals is None:
+        totals = sum_by_dtype(to_sum)
+    replicas = context.num_replicas_in_sync
+    states = [
+        total if v.aggregation != "mean" else total / tf.cast(replicas, total.dtype)
+        for v, total in zip(variables, totals, strict=False)
+    ]
+    return states, totals[len(local) :]

@@ -27,7 +27,9 @@ class ReplicaSlice(NamedTuple):
         first_row: the position of the first row that is read in the global batch, int64 scalar.
         global_rows: the number of rows of the global batch, int64 scalar.
         read_rows: the number of rows that are read, if it is known before the step runs; else None.
-        is_whole: whether the slice is always the whole global batch, with one replica and one pass.
+        is_whole: whether Keras computes its own numbers from the rows, without other replicas: the
+            slice is always the whole global batch, or the call is inside `alone` or `of_all_rows`.
+        has_all_rows: whether one of several replicas computes all rows of the global batch.
         sync_batch_norm: whether all batch statistics are those of all replicas, also in layers
             that are not synchronized.
         seeds: the generator of draws without a seed; None means Keras' own.
@@ -48,6 +50,7 @@ class ReplicaSlice(NamedTuple):
     read_rows: int | None
     is_whole: bool
     sync_batch_norm: bool
+    has_all_rows: bool = False
     seeds: Any = None
     note_gather: Callable[[], None] = lambda: None
     note_unknown: Callable[[str], None] = lambda reason: None
@@ -61,6 +64,17 @@ class ReplicaSlice(NamedTuple):
         Inside `computing` of it, Keras computes its own numbers from the rows that it gets.
         """
         return self._replace(is_whole=True)
+
+    def of_all_rows(self) -> ReplicaSlice:
+        """Returns the slice of a replica that has got all rows of the global batch."""
+        return self._replace(
+            weight=tf.ones([], tf.float64),
+            own_rows=self.global_rows,
+            first_row=tf.zeros([], tf.int64),
+            read_rows=None,
+            is_whole=True,
+            has_all_rows=True,
+        )
 
 
 def part_of(rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:

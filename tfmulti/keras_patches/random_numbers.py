@@ -40,7 +40,6 @@ from tfmulti.distribution.replica_slice import (
     ReplicaSlice,
     current,
     is_compiling,
-    partial,
     refuse_to_compile,
 )
 from tfmulti.keras_patches.patching import replace
@@ -178,6 +177,15 @@ def _seed(replica_slice: ReplicaSlice, seed: Any) -> tf.Tensor:
     return random_module._cast_seed(generator.next(ordered=False))
 
 
+def _draws_by_rows(replica_slice: ReplicaSlice) -> bool:
+    """Returns whether Keras alone would not draw the numbers of one device for a slice.
+
+    With several replicas Keras' generator is not that of all replicas, even for all rows. XLA would
+    draw other numbers for the whole batch, too.
+    """
+    return not replica_slice.is_whole or replica_slice.has_all_rows or is_compiling()
+
+
 def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns the `make` of `replace` that calls `draw(original, replica_slice, seed, …)`."""
 
@@ -190,9 +198,8 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
                 refuse_to_compile(
                     f"draws from {original.__name__}, and XLA would draw other numbers"
                 )
-            # XLA would also draw other numbers for the whole batch.
-            replica_slice = current() if is_compiling() else partial()
-            if replica_slice is None:
+            replica_slice = current()
+            if replica_slice is None or not _draws_by_rows(replica_slice):
                 return original(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()

@@ -34,9 +34,10 @@ from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.replica_context import reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
+from tfmulti.keras_patches import layers
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
-from tfmulti.keras_patches.model_structure import values_of_metrics
+from tfmulti.keras_patches.model_structure import has_own_step, values_of_metrics
 from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
@@ -61,12 +62,14 @@ from tfmulti.training.memory import (
 from tfmulti.training.safe_callbacks import saving_elsewhere, worker_safe
 from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import RunCounts, TrainerState, remember, state_of
+from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.step.xla import compile_errors_explained
 from tfmulti.training.verification import verification
+from tfmulti.training.verification.ownership import own_parts
 from tfmulti.training.watchdog import respect_owner, watching
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -223,11 +226,27 @@ class DistributedModel(keras.Model):
         if self.test_function is None or force:
             watch_losses(self)
             self.test_function = Execution(self, training=False)
+            self._use_whole_batch("test_step")
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that predicts one batch; see `make_train_function`."""
         if self.predict_function is None or force:
             self.predict_function = make_prediction(self)
+            self._use_whole_batch("predict_step")
+
+    def _use_whole_batch(self, step: str) -> None:
+        """Makes each replica compute the whole batch in an evaluation without a graph.
+
+        That is done where the model has code of the user's own, of which only a graph shows how its
+        values depend on the rows.
+        """
+        wanted = self._placement.replicas > 1 and state_of(self).options.verify is not False
+        if not (self.run_eagerly and wanted):
+            return
+        is_own = has_own_step(self, step) or layers.has_own_layers(self)
+        if is_own or (step == "test_step" and own_parts(self)):
+            reason = "run_eagerly has no graph that shows how your own code treats its rows"
+            whole_batch.use(self, step, reason)
 
     @property
     def _reduction(self) -> dict[str, Any]:

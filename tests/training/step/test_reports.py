@@ -51,7 +51,7 @@ def test_a_passed_comparison_does_not_speak_for_later_iterations_of_a_loop(
     model = model_of_one_device()
     state = state_of(model)
     state.verification = Verification(verdict=verdict)
-    state.traced.unknown[operation] = None
+    state.traced.unknown["train_step"] = {operation: None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_unknown(model, "train_step")

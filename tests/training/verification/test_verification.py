@@ -102,8 +102,8 @@ WARNINGS = {
     "train_step": [],
     "train_step:not compared": ["values of the train_step", "the custom gradient of"],
     "train_step:condition": [],
-    "test_step": ["values of the test_step", "the custom gradient of", "training steps only"],
-    "predict_step": ["values of the predict_step", "the custom gradient of", "training steps only"],
+    "test_step": ["the whole batch in the test_step", "the custom gradient of"],
+    "predict_step": ["the whole batch in the predict_step", "the custom gradient of"],
 }
 
 
@@ -123,7 +123,7 @@ def test_an_evaluation_with_a_layer_that_is_not_understood_warns(
 ) -> None:
     [told] = results
     assert len(told) == (case == "not understood")
-    assert all("values of the test_step" in message for message in told)
+    assert all("the whole batch in the test_step" in message for message in told)
 
 
 @pytest.mark.parametrize("case", ["", "rows", "printed", "looped"])

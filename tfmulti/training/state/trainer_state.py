@@ -68,7 +68,9 @@ class TracedStep:
     Attributes:
         count: how often an execution of training was traced.
         gathers: whether a step gathers rows, which it can do only once in an execution.
-        unknown: the reasons why it is unknown how values of the steps depend on the rows.
+        unknown: for each step, such as `train_step`, the reasons why it is unknown how its values
+            depend on the rows.
+        whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
         optimizer_variables: the variables of each optimizer, from a trace of the step that built
@@ -77,7 +79,8 @@ class TracedStep:
 
     count: int = 0
     gathers: bool = False
-    unknown: dict[str, None] = field(default_factory=dict)
+    unknown: dict[str, dict[str, None]] = field(default_factory=dict)
+    whole_batch: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None
 

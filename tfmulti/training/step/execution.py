@@ -26,6 +26,7 @@ from tfmulti.training.input.worker_batch import (
 )
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step import whole_batch
 from tfmulti.training.step.step import (
     make_step,
     next_batch,
@@ -63,14 +64,14 @@ class Execution:
         self.is_verified = False
         # A source, and the concrete function that was traced for it.
         self._traced: tuple[Any, Any] | None = None
-        self._training = training
+        self._name = "train_step" if training else "test_step"
         installation.install()
-        seeds = step_generator(model)
+        self._seeds = step_generator(model)
         self._model, self._state = model, state_of(model)
+        self._state.traced.whole_batch.discard(self._name)
         self._placement = placement = placement_of(model.distribute_strategy)
-        logs = StepLogs(model)
-        self._step = make_step(model, seeds, logs, training=training)
-        self._summary = Summary(model, logs, training=training)
+        self._logs = StepLogs(model)
+        self._summary = Summary(model, self._logs, training=training)
         next_agreed_batch = taking_agreed_rows(model)
         self._take = next_agreed_batch or self._next_batch
         # The collective of `next_agreed_batch` must not run at the same time as the collectives of
@@ -78,21 +79,28 @@ class Execution:
         compiles = not model.run_eagerly
         self._goes_ahead = compiles and next_agreed_batch is None and model.steps_per_execution == 1
         self._may_gather = compiles and placement.replicas > 1
-        self.one: Any = self._one
-        self.several: Any = self._several
-        if compiles:
-            self.one = without_autograph(self._one)
-            self.several = without_autograph(self._several)
-        self.one_and_next = without_autograph(self._one_and_next)
         self._first = without_autograph(
             lambda queue: on_devices(self._next_batch(queue), placement.gpus)
         )
+        self._compile()
+
+    def _compile(self) -> None:
+        """Makes new compiled functions."""
+        training = self._name == "train_step"
+        self._step = make_step(self._model, self._seeds, self._logs, training=training)
+        self.one: Any = self._one
+        self.several: Any = self._several
+        if not self._model.run_eagerly:
+            self.one = without_autograph(self._one)
+            self.several = without_autograph(self._several)
+        self.one_and_next = without_autograph(self._one_and_next)
 
     def __call__(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
         with connections.own_errors(self._placement):
-            result = self._call(source, steps, votes)
-        name = "train_step" if self._training else "test_step"
-        warn_of_unknown(self._model, name)
+            result = whole_batch.with_new_functions(
+                lambda: self._call(source, steps, votes), self._compile
+            )
+        warn_of_unknown(self._model, self._name)
         return result
 
     def _call(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
@@ -205,7 +213,7 @@ class Execution:
 
     def _ahead(self, ahead: Ahead, vote: tf.Tensor) -> StepResult:
         """Runs a step on the batch that `ahead` holds, and lets it hold the next one."""
-        held = self._first(ahead.queue) if ahead.held is None else ahead.held
+        ahead.held = held = self._first(ahead.queue) if ahead.held is None else ahead.held
         if self.one_and_next.experimental_get_tracing_count() == 0:
             # This trace is for any number of rows, so the last batch needs no trace of its own.
             self.one_and_next.get_concrete_function(ahead.queue, with_any_rows(held), vote)

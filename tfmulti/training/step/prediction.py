@@ -16,11 +16,13 @@ from tfmulti.distribution import (
     replica_context,
     row_labels,
 )
-from tfmulti.distribution.replica_slice import computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches import installation, layers
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
+from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import (
     next_batch,
@@ -58,6 +60,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
     placement = placement_of(strategy)
     installation.install()
     seeds = step_generator(model)
+    state_of(model).traced.whole_batch.discard("predict_step")
     any_rows = placement.replicas > 1 and not model.run_eagerly
     step = xla_compiled(model, step_of(model, "predict_step"), "predict_step")
 
@@ -75,14 +78,13 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
 
         def predict_rows() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
-            replica_slice = slice_in_step(batch, index, model, seeds)._replace(states=states)
-            if not replica_slice.is_whole:
-                row_labels.begin(batch.data[index], [])
-            with computing(replica_slice):
-                outputs = step(batch.data[index])
-                if placement.replicas > 1:
-                    own_rows = functools.partial(global_values.own_rows, replica_slice)
-                    outputs = tf.nest.map_structure(own_rows, outputs)
+            replica_slice = slice_in_step(batch, index, model, seeds, "predict_step")
+            replica_slice = replica_slice._replace(states=states)
+            if whole_batch.is_used(model, "predict_step"):
+                outputs = whole_batch.computed(model, step, batch.data[index], replica_slice)
+                outputs = whole_batch.rows_of_first(outputs)
+            else:
+                outputs = outputs_of_own_rows(batch.data[index], replica_slice)
             if placement.workers == 1:
                 return Predicted(outputs, batch.lost, [])
             lost = tf.cast(batch.lost if index == 0 else 0, tf.float32)
@@ -92,7 +94,18 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
             outputs = tf.nest.map_structure(replica_context.gather_rows, outputs)
             return Predicted(outputs, lost, digests)
 
+        def outputs_of_own_rows(data: Any, replica_slice: ReplicaSlice) -> Any:
+            if not replica_slice.is_whole:
+                row_labels.begin(data, [])
+            with computing(replica_slice):
+                outputs = step(data)
+                if replica_slice.is_whole:
+                    return outputs
+                own_rows = functools.partial(global_values.own_rows, replica_slice)
+                return tf.nest.map_structure(own_rows, outputs)
+
         by_replica = strategy.run(replica_step)
+        whole_batch.use_where_unknown(model, "predict_step")
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)
@@ -102,11 +115,21 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         )
         return Predicted(outputs, batch.lost, [])
 
-    function = predict if model.run_eagerly else without_autograph(predict)
+    function: Any = predict
+
+    def compile_again() -> None:
+        nonlocal function
+        function = without_autograph(predict)
+
+    if not model.run_eagerly:
+        compile_again()
 
     @connections.own_errors(placement)
     def call(source: Any) -> Predicted:
-        predicted: Predicted = function(source.queue if isinstance(source, Ahead) else source)
+        given = source.queue if isinstance(source, Ahead) else source
+        predicted: Predicted = whole_batch.with_new_functions(
+            lambda: function(given), compile_again
+        )
         warn_of_unknown(model, "predict_step")
         return predicted
 

@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfmulti.distribution import collectives, replica_context, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import Placement, placement_of
+from tfmulti.errors import ModelError
 from tfmulti.keras_patches import layers
 from tfmulti.keras_patches.model_structure import all_metric_variables, has_own_step
 from tfmulti.keras_patches.random_numbers import share_generator
@@ -33,7 +34,7 @@ from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.worker_batch import BatchQueue, IndexQueue, WorkerBatch
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step import microbatches, xla
+from tfmulti.training.step import microbatches, whole_batch, xla
 from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.step.step_result import first_local
 
@@ -114,19 +115,36 @@ def taking_agreed_rows(model: keras.Model) -> Callable[[Any], WorkerBatch] | Non
     return next_agreed_batch
 
 
-def slice_in_step(batch: WorkerBatch, local: int, model: keras.Model, seeds: Any) -> ReplicaSlice:
-    """Returns a local replica's slice.
+def slice_in_step(
+    batch: WorkerBatch, local: int, model: keras.Model, seeds: Any, name: str
+) -> ReplicaSlice:
+    """Returns a local replica's slice in a step such as `train_step`.
 
     Its `note_unknown` stores in the state of the model why values may differ.
     """
     state = state_of(model)
+
+    def note_unknown(reason: str) -> None:
+        needs_rows = name == "train_step" or state.options.verify is False
+        if needs_rows and row_labels.is_of_condition(reason):
+            # A comparison of the first steps is not enough, since the condition may take another
+            # branch in a later one.
+            raise ModelError(
+                f"the {name} uses a value of {reason}, a condition on tensors that reads "
+                "variables. Its predicate or a branch depends on the rows of all replicas. Compute "
+                "both values outside of tf.cond, and choose one by tf.where."
+            )
+        state.traced.unknown.setdefault(name, {}).setdefault(reason)
+
     replica_slice = batch.slice_of(
         local,
         alone=placement_of(model.distribute_strategy).replicas == 1,
         sync_batch_norm=state.options.sync_batch_norm,
     )
     return replica_slice._replace(
-        seeds=seeds, note_unknown=lambda reason: state.traced.unknown.setdefault(reason)
+        seeds=seeds,
+        note_unknown=note_unknown,
+        note_gather=lambda: setattr(state.traced, "gathers", True),
     )
 
 
@@ -169,7 +187,8 @@ def make_step(
         # Where the number of rows is known when the step is traced, every replica has rows. Where
         # labels are used, `keras_patches.metrics` keeps the old part at each assignment.
         has_rows = replica_slice.read_rows is not None and not model.run_eagerly
-        must_restore = not (has_labels or has_rows or replica_slice.is_whole)
+        may_be_empty = not replica_slice.is_whole or state.reading.skips_bad
+        must_restore = may_be_empty and not (has_labels or has_rows)
         variables = replica_context.metric_variables(model) if must_restore else []
         before = [tf.identity(v.value) for v in variables]
         with computing(replica_slice):
@@ -182,15 +201,15 @@ def make_step(
     def replica_step(batch: WorkerBatch, states: dict[int, str]) -> Any:
         batch = batch.of_any_rows() if has_labels else batch
         local = replica_context.local_index(placement.local_replicas)
-        replica_slice = slice_in_step(batch, local, model, seeds)._replace(
-            model=model,
-            states=states,
-            note_gather=lambda: setattr(state.traced, "gathers", True),
+        replica_slice = slice_in_step(batch, local, model, seeds, name)._replace(
+            model=model, states=states
         )
         if not training and (has_own_step(model, "test_step") or layers.has_own_layers(model)):
             replica_slice = replica_slice._replace(note_trusted=replica_slice.note_unknown)
         with collectives.serving("step", placement):
-            if passes == 1:
+            if whole_batch.is_used(model, name):
+                results = whole_batch.computed(model, compiled, batch.data[local], replica_slice)
+            elif passes == 1:
                 results = compute(batch.data[local], replica_slice)
             else:
                 results = microbatches.run(model, compute, batch.data[local], replica_slice, passes)
@@ -214,6 +233,8 @@ def make_step(
             return replica_step(batch, states)
 
         results = strategy.run(with_same_draws)
+        if not training:
+            whole_batch.use_where_unknown(model, name)
         share_generator(seeds)
         return results
 
@@ -229,12 +250,12 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     forgotten, so that they give one warning only.
     """
     state = state_of(model)
-    if not state.traced.unknown or state.traced.is_compared_now:
+    if not state.traced.unknown.get(step) or state.traced.is_compared_now:
         return
     result = state.verification
     is_compared = result is not None and result.verdict == "same" and step == "train_step"
-    reasons = [r for r in state.traced.unknown if not is_compared or row_labels.is_of_loop(r)]
-    state.traced.unknown.clear()
+    unknown = state.traced.unknown.pop(step)
+    reasons = [reason for reason in unknown if not is_compared or row_labels.is_of_loop(reason)]
     if not reasons or not placement_of(model.distribute_strategy).is_chief:
         return
     reason = reasons[0]
@@ -242,10 +263,7 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     if is_compared:
         advice = "verify has compared only the iterations that the loop made in the first steps."
     elif step != "train_step":
-        advice = (
-            "verify compares training steps only, so compare this result with that of plain Keras "
-            "on one device."
-        )
+        advice = "Leave verify=False out, so that each replica computes the whole batch."
     warnings.warn(
         f"it is not known whether values of the {step} are those of one device: they depend on "
         f"{reason}. {advice}",

@@ -297,7 +297,7 @@ class StepComparison:
         first = first or failure
         if first is None:
             return ""
-        unknown = next(iter(state_of(self._model).traced.unknown), None)
+        unknown = next(iter(state_of(self._model).traced.unknown.get("train_step", {})), None)
         return comparison.in_words(
             first, replicas=self.placement.replicas, steps=self.steps, unknown=unknown
         )

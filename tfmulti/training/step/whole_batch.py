@@ -1,0 +1,130 @@
+"""Computes a step of `evaluate` or `predict` with the whole global batch on each replica.
+
+Usually a replica computes its own rows. Tracing may show a value of which it is not known how it
+depends on the rows. Then the step is traced again, and each replica computes all rows, as one
+device does. The replicas gain no speed by that, but the numbers are right. In a graph that is not
+traced (`run_eagerly`) all code of the user's own counts as not known.
+
+`prepare(model, verify=False)` turns this off.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from tfmulti.distribution import replica_context
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing
+from tfmulti.distribution.strategies import placement_of
+from tfmulti.keras_patches.random_numbers import generators_restored_on_error
+from tfmulti.training.state.trainer_state import state_of
+
+Result = TypeVar("Result")
+
+
+class WholeBatchNeededError(Exception):
+    """Raised while tracing a step whose values are not known to be right by rows."""
+
+
+def is_used(model: keras.Model, step: str) -> bool:
+    """Returns whether each replica computes the whole batch in a step, such as `test_step`."""
+    return step in state_of(model).traced.whole_batch
+
+
+def use(model: keras.Model, step: str, reason: str) -> None:
+    """Makes each replica compute the whole batch from now on, and warns on the chief.
+
+    Args:
+        model: the prepared model.
+        step: `test_step` or `predict_step`.
+        reason: why, as words that follow "because".
+    """
+    state_of(model).traced.whole_batch.add(step)
+    if placement_of(model.distribute_strategy).is_chief:
+        warnings.warn(
+            f"each replica computes the whole batch in the {step}, because {reason}. So more "
+            "replicas make it no faster. If each row depends on its own inputs alone, turn this "
+            "off: prepare(model, verify=False).",
+            stacklevel=2,
+        )
+
+
+def use_where_unknown(model: keras.Model, step: str) -> None:
+    """Raises WholeBatchNeededError if the trace of a step has noted values that are not known.
+
+    Call it after all replicas were traced. It does nothing after `prepare(model, verify=False)`.
+    """
+    state = state_of(model)
+    reasons = state.traced.unknown.get(step)
+    if not reasons or state.options.verify is False:
+        return
+    reason = next(iter(reasons))
+    del state.traced.unknown[step]
+    use(model, step, f"it is not known how values depend on its rows: they come from {reason}")
+    raise WholeBatchNeededError
+
+
+def with_new_functions(call: Callable[[], Result], compile_again: Callable[[], None]) -> Result:
+    """Returns what `call` returns, by new functions if tracing shows that it needs whole batches.
+
+    A `tf.function` whose first trace has failed cannot make variables any more.
+
+    Args:
+        call: calls compiled functions.
+        compile_again: makes new compiled functions for `call`.
+    """
+    try:
+        with generators_restored_on_error():
+            return call()
+    except WholeBatchNeededError:
+        compile_again()
+        return call()
+
+
+def computed(
+    model: keras.Model, step: Callable[[Any], Result], data: Any, replica_slice: ReplicaSlice
+) -> Result:
+    """Returns `step(rows)` for the rows of all replicas. Call it in replica context.
+
+    Each replica's metrics have the states of all replicas in the step. Afterwards the first replica
+    has the new states, and the others have zeros, so that the sum over the replicas is right.
+
+    Args:
+        model: the prepared model.
+        step: what to compute.
+        data: the rows that this replica reads.
+        replica_slice: this replica's slice.
+    """
+    replica_slice.note_gather()
+    is_first = tf.distribute.get_replica_context().replica_id_in_sync_group == 0
+    # Layers need at least one row, although no row of the batch may count.
+    has_rows = replica_slice.global_rows > 0
+    sent_rows = tf.where(has_rows, replica_slice.own_rows, tf.cast(is_first, tf.int64))
+    own_rows = replica_context.rows_of(data, 0, sent_rows)
+    rows = replica_context.gather_batch(own_rows, replica_slice)
+    variables = replica_context.metric_variables(model)
+    states = replica_context.states_of_metrics(variables)
+    for variable, state in zip(variables, states, strict=True):
+        variable.assign(state)
+    with computing(replica_slice.of_all_rows()):
+        results = step(rows)
+    for variable, state in zip(variables, states, strict=True):
+        new_state = tf.where(has_rows, tf.convert_to_tensor(variable.value), state)
+        counts = is_first if variable.aggregation != "mean" else True
+        variable.assign(tf.where(counts, new_state, tf.zeros_like(new_state)))
+    return results
+
+
+def rows_of_first(outputs: Any) -> Any:
+    """Returns all rows of the outputs on the first replica, and none on the others."""
+    is_first = tf.distribute.get_replica_context().replica_id_in_sync_group == 0
+
+    def rows(value: Any) -> Any:
+        count = tf.shape(value, tf.int64)[0]
+        return replica_context.rows_of(value, 0, tf.where(is_first, count, 0))
+
+    return tf.nest.map_structure(rows, outputs)
