@@ -40,16 +40,15 @@ def passed_on(x: Any) -> Any:
     return tf.identity(x), lambda upstream: upstream
 
 
-class Largest(keras.metrics.Metric):
-    """The largest number of all batches. Its state is no sum, and does not begin with 0."""
+class Moving(keras.metrics.Metric):
+    """A moving sum of medians. Its state is no sum over rows, and does not begin with 0."""
 
-    def __init__(self, name: str = "largest") -> None:
+    def __init__(self, name: str = "moving") -> None:
         super().__init__(name=name)
         self.found = self.add_variable((), "ones", name="found")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        largest = by_python(lambda a: np.float32(a.max() * len(a)), y_pred, ())
-        self.found.assign(tf.maximum(self.found.value, largest))
+        self.found.assign(self.found * 0.5 + by_python(np.median, y_pred, ()))
 
     def result(self) -> Any:
         return self.found.value
@@ -83,6 +82,8 @@ class Evaluated(keras.Model):
         if self.case == "random numbers":
             noise = keras.random.normal(tf.shape(x)[:1]) + keras.random.uniform(tf.shape(x)[:1])
             return by_python(lambda a: a.max() - np.median(a), noise, ())
+        if self.case == "metric":
+            return self.get_metrics_result()["moving"] * 2.0
         return ratio if self.case == "eager" else by_python(np.median, outputs, ())
 
     def test_step(self, data: Any) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _model(case: str, **options: Any) -> keras.Model:
         outputs = keras.layers.Dense(3, "sigmoid")(inputs)
         model = Evaluated(inputs=inputs, outputs=outputs)
         model.case = case
-        metrics = [keras.metrics.AUC(), *([Largest()] if case == "metric" else [])]
+        metrics = [keras.metrics.AUC(), *([Moving()] if case == "metric" else [])]
         model.compile("sgd", "mse", metrics=metrics, **options)
     return prepare(model)
 

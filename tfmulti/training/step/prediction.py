@@ -19,6 +19,7 @@ from tfmulti.distribution import (
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches import installation, layers
+from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.state.trainer_state import state_of
@@ -96,7 +97,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
 
         def outputs_of_own_rows(data: Any, replica_slice: ReplicaSlice) -> Any:
             if not replica_slice.is_whole:
-                row_labels.begin(data, [])
+                row_labels.begin(data, all_metric_variables(model))
             with computing(replica_slice):
                 outputs = step(data)
                 if replica_slice.is_whole:
