@@ -31,6 +31,7 @@ from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.cpu_speed import updates
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
+from tfmulti.keras_patches.tracing import eager_mode
 
 Gradients = Sequence[Any]
 
@@ -169,8 +170,24 @@ class _ReducesFirst(_UpdatesReplica):
             variables = trainable_variables or ()
             names = [v.path for v in variables] if len(variables) == len(grads) else []
             grads = self._tfmulti_reduce(grads, names)
+            if trainable_variables is not None and not self.built:  # type: ignore[attr-defined]
+                _build(self, variables)
         with custom_steps.gradients_are_global.set_to(True):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+
+def _build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Builds an optimizer in a step, once for all replicas, for the variables that it updates.
+
+    `tf.function` traces a function again if that has made variables. It learns of them from the
+    graph of the function, so they are made inside another graph's context.
+    """
+
+    def build(strategy: tf.distribute.Strategy) -> None:
+        with tf.Graph().as_default(), eager_mode(), strategy.scope():
+            optimizer.build(list(variables))
+
+    tf.distribute.get_replica_context().merge_call(build)
 
 
 def _can_update_copies(optimizer: Any, strategy: tf.distribute.Strategy) -> bool:

@@ -344,10 +344,7 @@ class DistributedModel(keras.Model):
                 data = DataArguments(xv, yv, wv, size, steps_per_epoch=validation_steps)
                 validation = make_feed(data, placement, reading, "evaluate")
             same_data.check_same_data(self, feed, validation)
-            # A comparison with one device needs all slots before the first step. So does a
-            # checkpoint.
-            needs_slots = checkpoint is not None or bool(state_of(self).options.verify)
-            model_checks.build(self, feed.data.specs, optimizers=needs_slots)
+            model_checks.build(self, feed.data.specs, optimizers=checkpoint is not None)
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):

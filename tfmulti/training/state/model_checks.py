@@ -145,8 +145,8 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     Args:
         model: the prepared and compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
-        optimizers: whether to build the optimizers of a user's train_step before the first step,
-            although there is only one replica. With several replicas they are always built.
+        optimizers: whether to build all optimizers before the first step, which a checkpoint needs.
+            Otherwise those of a user's train_step are built when it first applies gradients.
 
     Raises:
         ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
@@ -171,7 +171,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
-    if several or optimizers or by_trace:
+    if optimizers:
         build_optimizers(model, specs)
     if several:
         _build_metrics(model, specs)
@@ -229,8 +229,7 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
 def build_optimizers(model: keras.Model, specs: Any) -> None:
     """Builds, in the scope, the optimizers that a train_step of the user's own uses.
 
-    A trace of the step without side effects shows which variables each optimizer gets. On several
-    replicas the optimizers would otherwise build themselves too late, inside the compiled step.
+    A trace of the step without side effects shows which variables each optimizer gets.
 
     Args:
         model: the prepared and compiled model.
