@@ -105,7 +105,8 @@ def _metric_of_all_rows(
     sample_weight: Any = None,
 ) -> Any:
     """Updates a metric that keeps the mean of a function's values, for `update_state`."""
-    # This call only finds out whether the function returns a value for each row.
+    # A function of the user's own may draw other numbers here than for this replica's rows. Then
+    # this call only finds out whether it returns a value for each row.
     with computing(replica_slice.alone()):
         values = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
     one_number = values.shape.rank == 0
@@ -116,14 +117,20 @@ def _metric_of_all_rows(
         metric, tf.convert_to_tensor(y_pred).shape.rank
     )
     trusted = is_keras and (unknown or have_rows(y_true, y_pred))
-    if kind is Kind.ROWS or (trusted and not one_number):
-        note_trusted(replica_slice, y_true, y_pred)
-        with by_rows.set_to(True):
-            return original(metric, y_true, y_pred, sample_weight)
-    if not unknown:
+
+    def update_by_values() -> Any:
         mask = getattr(y_pred, "_keras_mask", None)
         weights = loss_module.apply_mask(sample_weight, mask, metric.dtype, "sum")
         return keras.metrics.Mean.update_state(metric, values, weights)
+
+    if kind is Kind.ROWS or (trusted and not one_number):
+        note_trusted(replica_slice, y_true, y_pred)
+        with by_rows.set_to(True):
+            if is_keras:
+                return update_by_values()
+            return original(metric, y_true, y_pred, sample_weight)
+    if not unknown:
+        return update_by_values()
     # Every replica computes the number of the whole batch, and the replicas' states are summed
     # later. So only replica 0 may count it.
     context = tf.distribute.get_replica_context()

@@ -222,8 +222,13 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
         or state_of(model).traced.optimizer_variables is not None
     ):
         return
-    if any(not layer.built for layer in layers_of(model)):
+    if any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
         _trace_without_effect(model, specs)
+
+
+def _only_holds(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer is a model without a `build` of its own, so without own weights."""
+    return isinstance(layer, keras.Model) and type(layer).build is keras.Model.build
 
 
 def build_optimizers(model: keras.Model, specs: Any) -> None:
