@@ -284,14 +284,21 @@ def components(variable: tf.Variable) -> list[tf.Variable]:
 
 
 def values_of(state: State) -> dict[str, list[np.ndarray]]:
-    """Returns the value of every variable on each local replica, by name.
+    """Returns the value of every variable on each local replica, by name, in arrays to read.
 
-    This is not a collective.
+    On CPUs an array shares its memory with the variable until the variable gets a new value. This
+    is not a collective.
     """
     return {
-        name: [np.asarray(part) for part in components(variable)]
+        name: [value_of(part) for part in components(variable)]
         for name, variable in state.named().items()
     }
+
+
+def value_of(variable: tf.Variable) -> np.ndarray:
+    """Returns the present value of a variable, in an array to read."""
+    # `np.asarray(variable)` would copy it.
+    return np.asarray(variable.read_value())
 
 
 def set_values(state: State, values: Mapping[str, Sequence[np.ndarray]]) -> None:
@@ -359,7 +366,7 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
 
 def _plain(variable: tf.Variable, like: Any) -> tf.Variable:
     """Returns a plain variable with the first local replica's value; `like` tells `trainable`."""
-    value = np.asarray(components(variable)[0])
+    value = value_of(components(variable)[0])
     trainable = bool(getattr(like, "trainable", False))
     return tf.Variable(value, dtype=variable.dtype, trainable=trainable)
 

@@ -151,7 +151,7 @@ class PlainRun:
         self._reset(is_perturbed)
         for batch in batches:
             logs = step(batch)
-        values = {name: np.asarray(variable) for name, variable in self._variables.items()}
+        values = {name: relocation.value_of(v) for name, v in self._variables.items()}
         return PlainResult(values, {name: np.asarray(value) for name, value in flat(logs)})
 
     def call(self, step: Any, batch: Any, *, is_perturbed: bool = False) -> Any:
