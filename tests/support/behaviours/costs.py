@@ -219,9 +219,10 @@ def functions_converted_by_autograph() -> Any:
 class CountsTraces(keras.Model):
     """Has a custom step that counts its traces, and leaves the optimizer of `compile` unused."""
 
-    def __init__(self) -> None:
+    def __init__(self, built: bool) -> None:
         super().__init__()
-        self.inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+        inputs = [keras.Input((6,))] if built else []
+        self.inner = keras.Sequential([*inputs, keras.layers.Dense(3, "softmax")])
         self.own, self.traces = keras.optimizers.SGD(0.1), 0
 
     def train_step(self, data: Any) -> Any:
@@ -234,10 +235,10 @@ class CountsTraces(keras.Model):
         return {"loss": loss}
 
 
-def traces_of_a_custom_step() -> Any:
-    """Returns the numbers of traces in a first and in a second `fit`."""
+def traces_of_a_custom_step(layers: str) -> Any:
+    """Returns the numbers of traces in a first and in a second `fit` of layers "built" or not."""
     with here.strategy.scope():
-        model = prepare(CountsTraces(), verify=False)
+        model = prepare(CountsTraces(layers == "built"), verify=False)
         model.compile()
     fit(model, epochs=1)
     first, model.traces = model.traces, 0

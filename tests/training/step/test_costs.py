@@ -62,13 +62,17 @@ def test_replicas_of_one_process_need_no_collective(results: list[Any]) -> None:
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@behaviour(costs.traces_of_a_custom_step, at=few(TWO_REPLICAS, of=EVERYWHERE))
-def test_a_custom_step_is_traced_once_to_build_and_once_per_replica(
-    results: list[Any], place: str
+@behaviour(costs.traces_of_a_custom_step, at=few(ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE))
+@pytest.mark.parametrize(("case", "to_build"), [("built", 0), ("not built", 1)])
+def test_a_custom_step_is_traced_once_per_replica_and_once_to_build_layers(
+    results: list[Any], place: str, to_build: int
 ) -> None:
-    """A second fit traces nothing, although the optimizer of `compile` is unused."""
+    """Its optimizer is built meanwhile. A second fit traces nothing.
+
+    The optimizer of `compile` is unused.
+    """
     replicas = 2 if place == TWO_REPLICAS else 1
-    assert all(worker == [1 + replicas, 0] for worker in results)
+    assert all(worker == [to_build + replicas, 0] for worker in results)
 
 
 @behaviour(costs.inter_op_threads, at=EVERYWHERE)

@@ -105,8 +105,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 own_rows = functools.partial(global_values.own_rows, replica_slice)
                 return tf.nest.map_structure(own_rows, outputs)
 
-        by_replica = strategy.run(replica_step)
-        whole_batch.use_where_unknown(model, "predict_step")
+        by_replica = whole_batch.traced(model, "predict_step", lambda: strategy.run(replica_step))
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)

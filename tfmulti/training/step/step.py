@@ -232,9 +232,10 @@ def make_step(
             random.setstate(python_state)
             return replica_step(batch, states)
 
-        results = strategy.run(with_same_draws)
-        if not training:
-            whole_batch.use_where_unknown(model, name)
+        if training:
+            results = strategy.run(with_same_draws)
+        else:
+            results = whole_batch.traced(model, name, lambda: strategy.run(with_same_draws))
         share_generator(seeds)
         return results
 

@@ -53,19 +53,27 @@ def use(model: keras.Model, step: str, reason: str) -> None:
         )
 
 
-def use_where_unknown(model: keras.Model, step: str) -> None:
-    """Raises WholeBatchNeededError if the trace of a step has noted values that are not known.
+def traced(model: keras.Model, step: str, run: Callable[[], Result]) -> Result:
+    """Returns `run()`, which runs a step on all replicas, unless its trace shows unknown values.
 
-    Call it after all replicas were traced. It does nothing after `prepare(model, verify=False)`.
+    After `prepare(model, verify=False)` unknown values change nothing.
+
+    Args:
+        model: the prepared model.
+        step: `test_step` or `predict_step`.
+        run: runs the step, or adds it to the graph that is traced.
+
+    Raises:
+        WholeBatchNeededError: it is not known how a value depends on the rows.
     """
     state = state_of(model)
-    reasons = state.traced.unknown.get(step)
-    if not reasons or state.options.verify is False:
-        return
-    reason = next(iter(reasons))
-    del state.traced.unknown[step]
-    use(model, step, f"it is not known how values depend on its rows: they come from {reason}")
-    raise WholeBatchNeededError
+    with generators_restored_on_error():
+        results = run()
+        if state.traced.unknown.get(step) and state.options.verify is not False:
+            reason = next(iter(state.traced.unknown.pop(step)))
+            use(model, step, f"it is not known how values from {reason} depend on its rows")
+            raise WholeBatchNeededError
+    return results
 
 
 def with_new_functions(call: Callable[[], Result], compile_again: Callable[[], None]) -> Result:
@@ -78,8 +86,7 @@ def with_new_functions(call: Callable[[], Result], compile_again: Callable[[], N
         compile_again: makes new compiled functions for `call`.
     """
     try:
-        with generators_restored_on_error():
-            return call()
+        return call()
     except WholeBatchNeededError:
         compile_again()
         return call()
