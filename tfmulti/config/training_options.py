@@ -105,7 +105,9 @@ class TrainingOptions:
             plain Keras. If the numbers differ by more than rounding, `fit` raises
             VerificationError, and nothing is trained or changed. None compares with several
             replicas if a train_step, loss, metric, layer or optimizer is not Keras' own. The
-            comparison takes one more trace and two steps of the whole batch on one device.
+            comparison takes one more trace and two steps of the whole batch on one device. With
+            False, `evaluate` and `predict` also leave each replica its own rows where it is not
+            known how a value depends on them. Otherwise each replica then computes the whole batch.
         verify_steps: how many first steps are compared.
 
     Raises:
