@@ -213,12 +213,12 @@ def from_whole(
     rows = _rows_per_row(replica_slice, shape)
     has_own_parameters = any(getattr(value, "shape", ()) for value in parameters.values())
     if rows is None:
-        return original(shape, **parameters, seed=_Drawn(seed))
+        return original(shape, **parameters, seed=Drawn(seed))
     if has_own_parameters:
-        return original(shape, **parameters, seed=_Drawn(seed_of_slice(replica_slice, seed, shape)))
+        return original(shape, **parameters, seed=Drawn(seed_of_slice(replica_slice, seed, shape)))
     # If the first axis counts no rows after all, all replicas draw the same numbers.
     size = tf.where(rows > 0, replica_slice.global_rows * rows, tf.cast(shape[0], tf.int64))
-    all_numbers = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=_Drawn(seed))
+    all_numbers = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=Drawn(seed))
     first_number = replica_slice.first_row * rows
     return tf.reshape(all_numbers[first_number : first_number + tf.cast(shape[0], tf.int64)], shape)
 
@@ -235,11 +235,11 @@ def categorical(
     logits = tf.convert_to_tensor(logits)
     rows = _rows_per_row(replica_slice, shape_of(logits))
     if rows is None:
-        return original(logits, num_samples, dtype, seed=_Drawn(seed))
+        return original(logits, num_samples, dtype, seed=Drawn(seed))
     # The numbers for a row depend on its position, but not on the values of other rows.
     rows_before = tf.cast(replica_slice.first_row * rows, tf.int32)
     padded = tf.pad(logits, [[rows_before, 0], [0, 0]])
-    return original(padded, num_samples, dtype, seed=_Drawn(seed))[rows_before:]
+    return original(padded, num_samples, dtype, seed=Drawn(seed))[rows_before:]
 
 
 def shuffle(
@@ -247,7 +247,7 @@ def shuffle(
 ) -> tf.Tensor:
     """Returns `x` in another order along `axis`. Each replica shuffles its own rows."""
     size = shape_of(tf.convert_to_tensor(x))[axis]
-    return original(x, axis, seed=_Drawn(seed_of_slice(replica_slice, seed, [size])))
+    return original(x, axis, seed=Drawn(seed_of_slice(replica_slice, seed, [size])))
 
 
 def _of_our_own(draw: Draw) -> Draw:
@@ -279,10 +279,12 @@ def seed_of_slice(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: list[Any]
     rows = _rows_per_row(replica_slice, shape)
     if rows is None:
         return seed
-    return tf.where(rows > 0, tf.random.fold_in(seed, replica_slice.first_row), seed)
+    return tf.where(
+        rows > 0, tf.random.fold_in(seed, tf.cast(replica_slice.first_row, seed.dtype)), seed
+    )
 
 
-class _Drawn(keras.random.SeedGenerator):
+class Drawn(keras.random.SeedGenerator):
     """A seed generator that returns one given seed."""
 
     def __init__(self, seed: tf.Tensor) -> None:

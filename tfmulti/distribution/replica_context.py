@@ -309,6 +309,17 @@ def rows_of(batch: Any, start: Any, stop: Any) -> Any:
     return tf.nest.map_structure(rows, batch, expand_composites=False)
 
 
+# TensorFlow's collectives gather these types in a larger one.
+_GATHERED_AS = {
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.bfloat16: tf.float32,
+}
+
+
 def gather_rows(value: tf.Tensor) -> tf.Tensor:
     """Returns the rows of `value` of all replicas, in the order of the replicas.
 
@@ -334,6 +345,8 @@ def gather_rows(value: tf.Tensor) -> tf.Tensor:
     receive = collectives.begin_rows([value])
     if receive is not None:
         return receive()[0]
+    if value.dtype in _GATHERED_AS:
+        return tf.cast(gather_rows(tf.cast(value, _GATHERED_AS[value.dtype])), value.dtype)
     context = tf.distribute.get_replica_context()
     number = tf.cast(context.replica_id_in_sync_group, tf.int32)
     numbers = context.all_gather(tf.fill([tf.shape(value)[0]], number), axis=0)
@@ -348,7 +361,7 @@ def gather_batch(data: Any, replica_slice: ReplicaSlice) -> Any:
         replica_slice: this replica's slice.
 
     Raises:
-        ModelError: a tensor has strings, and there are several workers.
+        ModelError: a tensor has strings, and there are several workers or GPUs.
     """
 
     def gathered(value: Any) -> Any:

@@ -141,7 +141,8 @@ def _moments_of_slice(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, inputs, mask)
         context = tf.distribute.get_replica_context()
         synchronized = self.synchronized or replica_slice.sync_batch_norm
-        if synchronized and context.num_replicas_in_sync > 1:
+        has_parts = context.num_replicas_in_sync > 1 and not replica_slice.has_all_rows
+        if synchronized and has_parts:
             return normalization.global_moments(replica_slice, inputs, mask, self._reduction_axes)
         # Keras' own method for several replicas loses digits. The whole batch does not need it.
         if replica_slice.is_whole:

@@ -105,8 +105,8 @@ def _metric_of_all_rows(
     sample_weight: Any = None,
 ) -> Any:
     """Updates a metric that keeps the mean of a function's values, for `update_state`."""
-    # A function of the user's own may draw other numbers here than for this replica's rows. Then
-    # this call only finds out whether it returns a value for each row.
+    # Where the function returns rows and is the user's own, it is called again below, since it may
+    # draw other numbers here.
     with computing(replica_slice.alone()):
         values = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
     one_number = values.shape.rank == 0

@@ -170,7 +170,7 @@ class _ReducesFirst(_UpdatesReplica):
             variables = trainable_variables or ()
             names = [v.path for v in variables] if len(variables) == len(grads) else []
             grads = self._tfmulti_reduce(grads, names)
-            if trainable_variables is not None and not self.built:  # type: ignore[attr-defined]
+            if grads and trainable_variables is not None and not self.built:  # type: ignore[attr-defined]
                 _build(self, variables)
         with custom_steps.gradients_are_global.set_to(True):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]

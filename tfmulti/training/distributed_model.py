@@ -34,7 +34,6 @@ from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.replica_context import reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
-from tfmulti.keras_patches import layers
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
 from tfmulti.keras_patches.model_structure import has_own_step, values_of_metrics
@@ -69,7 +68,7 @@ from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.step.xla import compile_errors_explained
 from tfmulti.training.verification import verification
-from tfmulti.training.verification.ownership import own_parts
+from tfmulti.training.verification.ownership import own_layers, own_parts
 from tfmulti.training.watchdog import respect_owner, watching
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -243,8 +242,8 @@ class DistributedModel(keras.Model):
         wanted = self._placement.replicas > 1 and state_of(self).options.verify is not False
         if not (self.run_eagerly and wanted):
             return
-        is_own = has_own_step(self, step) or layers.has_own_layers(self)
-        if is_own or (step == "test_step" and own_parts(self)):
+        parts = own_layers(self) if step == "predict_step" else own_parts(self)
+        if parts or has_own_step(self, step):
             reason = "run_eagerly has no graph that shows how your own code treats its rows"
             whole_batch.use(self, step, reason)
 
@@ -344,7 +343,10 @@ class DistributedModel(keras.Model):
                 data = DataArguments(xv, yv, wv, size, steps_per_epoch=validation_steps)
                 validation = make_feed(data, placement, reading, "evaluate")
             same_data.check_same_data(self, feed, validation)
-            model_checks.build(self, feed.data.specs, optimizers=checkpoint is not None)
+            # A checkpoint needs all slots before the first step. So does a comparison with one
+            # device that is not traced before.
+            needs_slots = checkpoint is not None or self.run_eagerly
+            model_checks.build(self, feed.data.specs, optimizers=needs_slots)
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):

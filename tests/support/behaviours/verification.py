@@ -477,6 +477,30 @@ def warnings_of_an_evaluation(layer: str) -> list[str]:
     return [str(w.message) for w in caught if "it is not known" in str(w.message)]
 
 
+class TwoAdams(keras.Sequential):
+    """A model whose step has an optimizer of its own, which is not built before the first step."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(_from_logits(y, self(x, training=True)))
+        weights = self.trainable_variables
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def verified_with_an_optimizer_that_is_not_built(mode: str) -> Any:
+    """Returns the verdict, and the history of two epochs, with "eager" steps or in a "graph"."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        model = TwoAdams([keras.Input((6,)), keras.layers.Dense(3)])
+        model.own = keras.optimizers.Adam(0.01)
+        model.compile("adam", run_eagerly=mode == "eager")
+    prepare(model, verify=True)
+    history = fit(model, **ONE_STEP | {"epochs": 2})
+    return [state_of(model).verification.verdict, history["loss"]]
+
+
 class Checked(keras.Model):
     """A model whose step passes its inputs through a `check` that changes nothing."""
 

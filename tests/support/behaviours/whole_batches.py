@@ -82,6 +82,9 @@ class Evaluated(keras.Model):
         if self.case == "random numbers":
             noise = keras.random.normal(tf.shape(x)[:1]) + keras.random.uniform(tf.shape(x)[:1])
             return by_python(lambda a: a.max() - np.median(a), noise, ())
+        if self.case == "shuffled":
+            sizes = keras.random.shuffle(keras.random.gamma(tf.shape(x)[:1], x[:, 0] ** 2 + 1.0))
+            return by_python(lambda a: a[0], sizes, ())
         if self.case == "metric":
             return self.get_metrics_result()["moving"] * 2.0
         return ratio if self.case == "eager" else by_python(np.median, outputs, ())
@@ -97,7 +100,16 @@ class Evaluated(keras.Model):
         return {"rows": outputs * self._value(data, outputs), "first": outputs[:1]}
 
 
-CASES = ["custom gradient", "condition", "loop", "state", "random numbers", "python", "metric"]
+CASES = [
+    "custom gradient",
+    "condition",
+    "loop",
+    "state",
+    "random numbers",
+    "shuffled",
+    "python",
+    "metric",
+]
 
 
 def _model(case: str, **options: Any) -> keras.Model:
@@ -130,6 +142,20 @@ def evaluated_by_whole_batches(case: str) -> Any:
 
 def evaluated_in_eager_mode() -> Any:
     return _numbers(_model("eager", run_eagerly=True))
+
+
+def predicted_in_eager_mode() -> Any:
+    """Returns the predictions of a functional model with an operation that mixes the rows."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        hidden = inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
+        model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+        model.compile("sgd", "mse", run_eagerly=True)
+    prepare(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.predict(**DATA).tolist()
 
 
 def evaluated_by_several_steps_at_once() -> Any:

@@ -29,6 +29,7 @@ def flat(value: Any) -> list[float]:
         (whole_batches.evaluated_with_a_layer, None),
         (whole_batches.evaluated_without_bad_examples, None),
         (whole_batches.evaluated_in_eager_mode, None),
+        (whole_batches.predicted_in_eager_mode, None),
         (whole_batches.evaluated_by_several_steps_at_once, None),
         (whole_batches.validated_while_it_trains, None),
         (whole_batches.drawn_after_an_evaluation, None),

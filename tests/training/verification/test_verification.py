@@ -126,6 +126,15 @@ def test_an_evaluation_with_a_layer_that_is_not_understood_warns(
     assert all("the whole batch in the test_step" in message for message in told)
 
 
+@pytest.mark.parametrize("case", ["graph", "eager"])
+@behaviour(
+    verification.verified_with_an_optimizer_that_is_not_built, at=few(TWO_REPLICAS, of=SEVERAL)
+)
+def test_an_optimizer_is_built_with_empty_slots(results: list[Any], one_device: Any) -> None:
+    for verdict, losses in results:
+        assert [verdict, losses] == ["same", pytest.approx(one_device[1], rel=1e-5)]
+
+
 @pytest.mark.parametrize("case", ["", "rows", "printed", "looped"])
 @behaviour(verification.rows_of_one_device, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_one_device_first_computes_one_row(results: list[Any], case: str) -> None:

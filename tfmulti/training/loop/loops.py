@@ -419,7 +419,8 @@ def _steps_wanted(model: keras.Model, per_execution: StepsPerExecution) -> int:
     Steps that gather rows run one by one (`Execution`), so more of them would gain nothing.
     """
     is_chief = placement_of(model.distribute_strategy).is_chief
-    return per_execution.wish if is_chief and not state_of(model).traced.gathers else 0
+    gathers = "train_step" in state_of(model).traced.gathers
+    return per_execution.wish if is_chief and not gathers else 0
 
 
 def _summed(model: keras.Model, votes: Votes) -> Votes:

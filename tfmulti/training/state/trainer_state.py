@@ -67,7 +67,7 @@ class TracedStep:
 
     Attributes:
         count: how often an execution of training was traced.
-        gathers: whether a step gathers rows, which it can do only once in an execution.
+        gathers: the steps that gather rows, which they can do only once in an execution.
         unknown: for each step, such as `train_step`, the reasons why it is unknown how its values
             depend on the rows.
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
@@ -78,7 +78,7 @@ class TracedStep:
     """
 
     count: int = 0
-    gathers: bool = False
+    gathers: set[str] = field(default_factory=set)
     unknown: dict[str, dict[str, None]] = field(default_factory=dict)
     whole_batch: set[str] = field(default_factory=set)
     is_compared_now: bool = False

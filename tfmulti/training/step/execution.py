@@ -123,7 +123,7 @@ class Execution:
                 # Tracing shows whether the steps gather rows. A collective inside a function has
                 # one shape in each call, so batches of different sizes need separate calls.
                 function.get_concrete_function(*inputs)
-            if self._state.traced.gathers:
+            if self._name in self._state.traced.gathers:
                 return self._one_by_one(source, steps, vote)
         result = function(*inputs)
         return result

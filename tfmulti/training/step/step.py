@@ -144,7 +144,7 @@ def slice_in_step(
     return replica_slice._replace(
         seeds=seeds,
         note_unknown=note_unknown,
-        note_gather=lambda: setattr(state.traced, "gathers", True),
+        note_gather=lambda: state.traced.gathers.add(name),
     )
 
 

@@ -10,6 +10,7 @@ traced (`run_eagerly`) all code of the user's own counts as not known.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ import tensorflow as tf
 from tfmulti.distribution import replica_context
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import ModelError
+from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import generators_restored_on_error
 from tfmulti.training.state.trainer_state import state_of
 
@@ -71,7 +74,7 @@ def traced(model: keras.Model, step: str, run: Callable[[], Result]) -> Result:
         results = run()
         if state.traced.unknown.get(step) and state.options.verify is not False:
             reason = next(iter(state.traced.unknown.pop(step)))
-            use(model, step, f"it is not known how values from {reason} depend on its rows")
+            use(model, step, f"it is not known how values from {reason} depend on the rows")
             raise WholeBatchNeededError
     return results
 
@@ -85,11 +88,10 @@ def with_new_functions(call: Callable[[], Result], compile_again: Callable[[], N
         call: calls compiled functions.
         compile_again: makes new compiled functions for `call`.
     """
-    try:
+    with contextlib.suppress(WholeBatchNeededError):
         return call()
-    except WholeBatchNeededError:
-        compile_again()
-        return call()
+    compile_again()
+    return call()
 
 
 def computed(
@@ -112,8 +114,12 @@ def computed(
     has_rows = replica_slice.global_rows > 0
     sent_rows = tf.where(has_rows, replica_slice.own_rows, tf.cast(is_first, tf.int64))
     own_rows = replica_context.rows_of(data, 0, sent_rows)
-    rows = replica_context.gather_batch(own_rows, replica_slice)
-    variables = replica_context.metric_variables(model)
+    try:
+        rows = replica_context.gather_batch(own_rows, replica_slice)
+    except ModelError as error:
+        advice = "Or, if each row depends on its own inputs alone: prepare(model, verify=False)."
+        raise ModelError(f"{error} {advice}") from None
+    variables = all_metric_variables(model)
     states = replica_context.states_of_metrics(variables)
     for variable, state in zip(variables, states, strict=True):
         variable.assign(state)

@@ -50,6 +50,16 @@ def own_parts(model: keras.Model) -> list[str]:
         is_own = _is_own(metric) or (_is_own(function) if is_wrapper else _is_of_user(function))
         if is_own or is_along_rows(metric, _rank_of_outputs(model)):
             parts.append(f"the metric {_name(metric)}")
+    parts += own_layers(model)
+    for optimizer in optimizers_of(model):
+        if _is_own(optimizer):
+            parts.append(f"the optimizer {type(optimizer).__name__}")
+    return parts
+
+
+def own_layers(model: keras.Model) -> list[str]:
+    """Returns the names of a model's layers and operations that are not known; see `own_parts`."""
+    parts = []
     for layer in layers_of(model):
         # A model without a `call` of its own only holds layers.
         only_holds = layer is model and not _is_own_method(model, "call")
@@ -62,9 +72,6 @@ def own_parts(model: keras.Model) -> list[str]:
     for operation in operations_of(model):
         if type(operation).__name__ not in _BY_ELEMENT:
             parts.append(f"the operation {type(operation).__name__}")
-    for optimizer in optimizers_of(model):
-        if _is_own(optimizer):
-            parts.append(f"the optimizer {type(optimizer).__name__}")
     return parts
 
 

@@ -201,7 +201,7 @@ def verify(
     data = DataArguments(x, y, sample_weight, batch_size, class_weight)
     feed = make_feed(data, placement_of(model.distribute_strategy), state_of(model).reading)
     same_data.check_same_data(model, feed)
-    model_checks.build(model, feed.data.specs)
+    model_checks.build(model, feed.data.specs, optimizers=bool(model.run_eagerly))
     state_of(model).specs = feed.data.specs
     model.make_train_function()
     reason = reason_to_skip(model)
