@@ -291,6 +291,7 @@ class Drawn(keras.random.SeedGenerator):
         self._drawn = seed
 
     def next(self, ordered: bool = True) -> Any:
+        """Returns the given seed, whatever `ordered` says."""
         return self._drawn
 
 
