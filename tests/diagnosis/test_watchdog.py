@@ -125,14 +125,18 @@ def fit(group: Processes, addresses: list[str], rank: int, folder: Path) -> int:
 def test_a_worker_is_named_if_tensorflow_ends_the_step_first(
     group: Processes, tmp_path: Path
 ) -> None:
-    """TensorFlow notices a frozen worker sooner than the watchdog with its defaults."""
+    """TensorFlow notices a frozen worker sooner than the watchdog with its defaults.
+
+    On a busy machine the watchdog may come first, with a line about the late step.
+    """
     with reserved(2) as addresses:
         pids = [fit(group, addresses, rank, tmp_path) for rank in (0, 1)]
         until((tmp_path / "run/history.csv").exists, group)
     os.kill(pids[1], signal.SIGSTOP)
     until(lambda: hang_file(tmp_path, 0), group)
     until(lambda: "UnavailableError: " in group.errors(0), group)
-    (line,) = reports(group, 0)
+    *earlier, line = reports(group, 0)
+    assert all("no step has ended for" in each for each in earlier)
     seen = hang_file(tmp_path, 0)
     # The worker may be frozen in a step, or where workers exchange values between two steps. Where
     # TensorFlow's own collective waits, only the task is known.

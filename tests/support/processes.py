@@ -249,17 +249,20 @@ run, run_workers = Processes.run, Processes.run_workers
 def slowed(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Lets a process run for a seventh of the time only, as on a slow or busy machine.
 
-    On a loaded machine it runs for longer than two milliseconds at a time.
+    On a loaded machine it runs for longer than two milliseconds at a time, and then waits longer.
     """
     end = threading.Event()
 
     def slow_down() -> None:
         with contextlib.suppress(ProcessLookupError):
+            ran_s = 0.002
             while not end.is_set() and process.poll() is None:
                 os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(0.012)
+                time.sleep(6 * ran_s)
                 os.kill(process.pid, signal.SIGCONT)
+                began_s = time.perf_counter()
                 time.sleep(0.002)
+                ran_s = time.perf_counter() - began_s
 
     thread = threading.Thread(target=slow_down, daemon=True)
     thread.start()

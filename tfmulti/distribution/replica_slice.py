@@ -67,14 +67,7 @@ class ReplicaSlice(NamedTuple):
 
     def of_all_rows(self) -> ReplicaSlice:
         """Returns the slice of a replica that has got all rows of the global batch."""
-        return self._replace(
-            weight=tf.ones([], tf.float64),
-            own_rows=self.global_rows,
-            first_row=tf.zeros([], tf.int64),
-            read_rows=None,
-            is_whole=True,
-            has_all_rows=True,
-        )
+        return self._replace(is_whole=True, has_all_rows=True)
 
 
 def part_of(rows: tf.Tensor, total: tf.Tensor) -> tf.Tensor:

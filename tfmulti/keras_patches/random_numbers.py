@@ -207,7 +207,7 @@ def _drawn_by(draw: Callable[..., Any]) -> Callable[[Any], Any]:
             if "dtype" in arguments:
                 arguments["dtype"] = arguments["dtype"] or keras.config.floatx()
             seed = _seed(replica_slice, arguments.pop("seed"))
-            if replica_slice.has_all_rows and not is_compiling():
+            if replica_slice.has_all_rows:
                 return original(**arguments, seed=randomness.Drawn(seed))
             return randomness.by_parts(draw_of_slice, replica_slice, seed, arguments)
 

@@ -239,13 +239,12 @@ class DistributedModel(keras.Model):
         That is done where the model has code of the user's own, of which only a graph shows how its
         values depend on the rows.
         """
-        wanted = self._placement.replicas > 1 and state_of(self).options.verify is not False
-        if not (self.run_eagerly and wanted):
+        if not (self.run_eagerly and whole_batch.may_be_used(self)):
             return
         parts = own_layers(self) if step == "predict_step" else own_parts(self)
-        if parts or has_own_step(self, step):
-            reason = "run_eagerly has no graph that shows how your own code treats its rows"
-            whole_batch.use(self, step, reason)
+        reason = "run_eagerly has no graph that shows how your own code treats its rows"
+        has_own_code = bool(parts) or has_own_step(self, step)
+        whole_batch.use_if_any(self, step, reason if has_own_code else None)
 
     @property
     def _reduction(self) -> dict[str, Any]:

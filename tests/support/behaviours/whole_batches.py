@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.support.behaviours.common import X, here
 from tfmulti import prepare
 from tfmulti.data.arrays import ArraySource
+from tfmulti.distribution.strategies import placement_of
 
 # The last of five batches has one row, so some replicas have none.
 DATA = {"x": X[:61], "batch_size": 15, "verbose": 0}
@@ -33,6 +34,13 @@ class Ranks(keras.layers.Layer):
 
     def call(self, x: Any) -> tf.Tensor:
         return by_python(lambda a: a.argsort(0).argsort(0) / 10.0, x)
+
+
+class Logged(keras.layers.Layer):
+    """A layer that hands its values to a Python function."""
+
+    def call(self, x: Any) -> Any:
+        return by_python(lambda values: values, x)
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -248,6 +256,18 @@ def evaluated_parts(kind: str) -> Any:
         warnings.simplefilter("ignore")
         value = model.evaluate(data, verbose=0, return_dict=True)["value"]
         return [value, *model.predict(data, verbose=0)["rank"].tolist()]
+
+
+def evaluated_with_a_layer_of_one_worker(mode: str) -> Any:
+    """Returns the numbers of a model of which one worker alone has a layer that changes nothing."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        has_layer = placement_of(here.strategy).rank == 1
+        hidden = Logged()(inputs) if has_layer else inputs
+        model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+        model.compile("sgd", "mse", run_eagerly=mode == "eager")
+    return _numbers(prepare(model))
 
 
 def warnings_of_whole_batches(verify: str) -> Any:

@@ -43,6 +43,13 @@ def test_values_that_are_not_understood_are_those_of_one_device(
         assert flat(worker) == pytest.approx(flat(one_device), abs=1e-6, rel=1e-6)
 
 
+@behaviour(whole_batches.evaluated_with_a_layer_of_one_worker, at=[TWO_WORKERS])
+@pytest.mark.parametrize("case", ["graph", "eager"])
+def test_the_workers_agree_on_whole_batches(results: list[Any], one_device: Any) -> None:
+    for worker in results:
+        assert flat(worker) == pytest.approx(flat(one_device), abs=1e-6, rel=1e-6)
+
+
 @behaviour(whole_batches.evaluated_parts, at=[THREE_REPLICAS])
 @pytest.mark.parametrize("case", ["texts"])
 def test_texts_are_gathered_in_one_process(results: list[Any], one_device: Any) -> None:

@@ -96,14 +96,13 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
             return Predicted(outputs, lost, digests)
 
         def outputs_of_own_rows(data: Any, replica_slice: ReplicaSlice) -> Any:
-            if not replica_slice.is_whole:
-                row_labels.begin(data, all_metric_variables(model))
+            if replica_slice.is_whole:
+                with computing(replica_slice):
+                    return step(data)
+            row_labels.begin(data, all_metric_variables(model))
             with computing(replica_slice):
-                outputs = step(data)
-                if replica_slice.is_whole:
-                    return outputs
                 own_rows = functools.partial(global_values.own_rows, replica_slice)
-                return tf.nest.map_structure(own_rows, outputs)
+                return tf.nest.map_structure(own_rows, step(data))
 
         by_replica = whole_batch.traced(model, "predict_step", lambda: strategy.run(replica_step))
         share_generator(seeds)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from tfmulti.distribution import replica_context
+from tfmulti.distribution import connections, replica_context
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
@@ -38,28 +38,50 @@ def is_used(model: keras.Model, step: str) -> bool:
     return step in state_of(model).traced.whole_batch
 
 
-def use(model: keras.Model, step: str, reason: str) -> None:
-    """Makes each replica compute the whole batch from now on, and warns on the chief.
+def may_be_used(model: keras.Model) -> bool:
+    """Returns whether there are several replicas, and whole batches are not turned off."""
+    several = placement_of(model.distribute_strategy).replicas > 1
+    return several and state_of(model).options.verify is not False
+
+
+def use_if_any(model: keras.Model, step: str, reason: str | None) -> bool:
+    """Makes each replica compute the whole batch from now on if any worker has a reason for it.
+
+    All workers must call it, outside of a running step. The chief warns of the first reason.
 
     Args:
         model: the prepared model.
         step: `test_step` or `predict_step`.
-        reason: why, as words that follow "because".
+        reason: this worker's reason, as words that follow "because", or None.
+
+    Returns:
+        Whether a worker has a reason, the same on all workers.
     """
+    placement = placement_of(model.distribute_strategy)
+    reasons = [reason or ""]
+    if placement.workers > 1:
+        with tf.init_scope():
+            sent = connections.exchange(placement, f"reason of the {step}", reasons[0].encode())
+        reasons = [each.decode() for each in sent]
+    reason = next(filter(None, reasons), None)
+    if reason is None:
+        return False
     state_of(model).traced.whole_batch.add(step)
-    if placement_of(model.distribute_strategy).is_chief:
+    if placement.is_chief:
         warnings.warn(
             f"each replica computes the whole batch in the {step}, because {reason}. So more "
             "replicas make it no faster. If each row depends on its own inputs alone, turn this "
             "off: prepare(model, verify=False).",
             stacklevel=2,
         )
+    return True
 
 
 def traced(model: keras.Model, step: str, run: Callable[[], Result]) -> Result:
     """Returns `run()`, which runs a step on all replicas, unless its trace shows unknown values.
 
-    After `prepare(model, verify=False)` unknown values change nothing.
+    After `prepare(model, verify=False)` unknown values change nothing. All workers must trace the
+    step at the same time.
 
     Args:
         model: the prepared model.
@@ -67,14 +89,16 @@ def traced(model: keras.Model, step: str, run: Callable[[], Result]) -> Result:
         run: runs the step, or adds it to the graph that is traced.
 
     Raises:
-        WholeBatchNeededError: it is not known how a value depends on the rows.
+        WholeBatchNeededError: it is not known how a value depends on the rows, on this worker or
+            on another.
     """
-    state = state_of(model)
+    if tf.executing_eagerly() or is_used(model, step) or not may_be_used(model):
+        return run()
     with generators_restored_on_error():
         results = run()
-        if state.traced.unknown.get(step) and state.options.verify is not False:
-            reason = next(iter(state.traced.unknown.pop(step)))
-            use(model, step, f"it is not known how values from {reason} depend on the rows")
+        unknown = next(iter(state_of(model).traced.unknown.pop(step, {})), None)
+        reason = unknown and f"it is not known how values from {unknown} depend on the rows"
+        if use_if_any(model, step, reason):
             raise WholeBatchNeededError
     return results
 
