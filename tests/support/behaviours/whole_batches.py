@@ -95,7 +95,7 @@ class Evaluated(keras.Model):
             return by_python(lambda a: a[0], sizes, ())
         if self.case == "metric":
             return self.get_metrics_result()["moving"] * 2.0
-        return ratio if self.case == "eager" else by_python(np.median, outputs, ())
+        return ratio if self.case == "ratio" else by_python(np.median, outputs, ())
 
     def test_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -149,7 +149,7 @@ def evaluated_by_whole_batches(case: str) -> Any:
 
 
 def evaluated_in_eager_mode() -> Any:
-    return _numbers(_model("eager", run_eagerly=True))
+    return _numbers(_model("ratio", run_eagerly=True))
 
 
 def predicted_in_eager_mode() -> Any:
@@ -268,6 +268,35 @@ def evaluated_with_a_layer_of_one_worker(mode: str) -> Any:
         model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
         model.compile("sgd", "mse", run_eagerly=mode == "eager")
     return _numbers(prepare(model))
+
+
+def computed_from_batches_of_any_size(case: str) -> Any:
+    """Returns the numbers of batches whose rows differ between the workers, too."""
+    model = _model(case)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in (16, 15, 20, 16, 1, 2, 33):
+            found.append(model.test_on_batch(X[:rows], TARGETS[:rows], return_dict=True))
+            found.append(model.predict_on_batch(X[:rows]))
+    return [np.asarray(value).tolist() for value in keras.tree.flatten(found)]
+
+
+class OfTypes(keras.Model):
+    """A model that ranks the rows of floats only."""
+
+    def predict_step(self, data: Any) -> Any:
+        return Ranks()(data) if data.dtype.is_floating else data * 2
+
+
+def predicted_for_two_types() -> Any:
+    with here.strategy.scope():
+        model = OfTypes()
+        model.compile("sgd", "mse")
+    prepare(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [model.predict_on_batch(x).tolist() for x in (np.arange(8), X[:8])]
 
 
 def warnings_of_whole_batches(verify: str) -> Any:

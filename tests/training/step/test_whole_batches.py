@@ -26,6 +26,7 @@ def flat(value: Any) -> list[float]:
     [
         *((whole_batches.evaluated_by_whole_batches, case) for case in whole_batches.CASES),
         *((whole_batches.evaluated_parts, kind) for kind in ("ragged", "ragged twice", "sparse")),
+        *((whole_batches.computed_from_batches_of_any_size, case) for case in ("ratio", "python")),
         (whole_batches.evaluated_with_a_layer, None),
         (whole_batches.evaluated_without_bad_examples, None),
         (whole_batches.evaluated_in_eager_mode, None),
@@ -48,6 +49,20 @@ def test_values_that_are_not_understood_are_those_of_one_device(
 def test_the_workers_agree_on_whole_batches(results: list[Any], one_device: Any) -> None:
     for worker in results:
         assert flat(worker) == pytest.approx(flat(one_device), abs=1e-6, rel=1e-6)
+
+
+@behaviour(whole_batches.predicted_for_two_types, at=[THREE_REPLICAS])
+def test_a_later_trace_may_show_that_a_step_needs_whole_batches(
+    results: list[Any], one_device: Any
+) -> None:
+    assert flat(results[0]) == pytest.approx(flat(one_device), abs=1e-6, rel=1e-6)
+
+
+@behaviour(whole_batches.predicted_for_two_types, at=[TWO_WORKERS])
+def test_several_workers_cannot_agree_on_whole_batches_later(errors: list[list[str]]) -> None:
+    for error, message in errors:
+        assert error == "ModelError"
+        assert "the first batch of the predict_step was computed by rows, but" in message
 
 
 @behaviour(whole_batches.evaluated_parts, at=[THREE_REPLICAS])

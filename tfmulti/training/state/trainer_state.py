@@ -71,6 +71,7 @@ class TracedStep:
         unknown: for each step, such as `train_step`, the reasons why it is unknown how its values
             depend on the rows.
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
+        agreed: the steps of which several workers have agreed whether that is so.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
         optimizer_variables: the variables of each optimizer, from a trace of the step that built
@@ -81,6 +82,7 @@ class TracedStep:
     gathers: set[str] = field(default_factory=set)
     unknown: dict[str, dict[str, None]] = field(default_factory=dict)
     whole_batch: set[str] = field(default_factory=set)
+    agreed: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None
 

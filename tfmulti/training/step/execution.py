@@ -68,7 +68,7 @@ class Execution:
         installation.install()
         self._seeds = step_generator(model)
         self._model, self._state = model, state_of(model)
-        self._state.traced.whole_batch.discard(self._name)
+        whole_batch.begin(model, self._name)
         self._placement = placement = placement_of(model.distribute_strategy)
         self._logs = StepLogs(model)
         self._summary = Summary(model, self._logs, training=training)

@@ -22,7 +22,6 @@ from tfmulti.keras_patches import installation, layers
 from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
-from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import (
@@ -61,7 +60,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
     placement = placement_of(strategy)
     installation.install()
     seeds = step_generator(model)
-    state_of(model).traced.whole_batch.discard("predict_step")
+    whole_batch.begin(model, "predict_step")
     any_rows = placement.replicas > 1 and not model.run_eagerly
     step = xla_compiled(model, step_of(model, "predict_step"), "predict_step")
 

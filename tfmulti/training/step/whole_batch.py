@@ -38,6 +38,13 @@ def is_used(model: keras.Model, step: str) -> bool:
     return step in state_of(model).traced.whole_batch
 
 
+def begin(model: keras.Model, step: str) -> None:
+    """Makes each replica compute its own rows, until a trace of the step shows unknown values."""
+    traces = state_of(model).traced
+    traces.whole_batch.discard(step)
+    traces.agreed.discard(step)
+
+
 def may_be_used(model: keras.Model) -> bool:
     """Returns whether there are several replicas, and whole batches are not turned off."""
     several = placement_of(model.distribute_strategy).replicas > 1
@@ -80,8 +87,8 @@ def use_if_any(model: keras.Model, step: str, reason: str | None) -> bool:
 def traced(model: keras.Model, step: str, run: Callable[[], Result]) -> Result:
     """Returns `run()`, which runs a step on all replicas, unless its trace shows unknown values.
 
-    After `prepare(model, verify=False)` unknown values change nothing. All workers must trace the
-    step at the same time.
+    After `prepare(model, verify=False)` unknown values change nothing. All workers must make the
+    first trace of a step at the same time.
 
     Args:
         model: the prepared model.
@@ -91,15 +98,27 @@ def traced(model: keras.Model, step: str, run: Callable[[], Result]) -> Result:
     Raises:
         WholeBatchNeededError: it is not known how a value depends on the rows, on this worker or
             on another.
+        ModelError: the same in a later trace of one of several workers.
     """
     if tf.executing_eagerly() or is_used(model, step) or not may_be_used(model):
         return run()
+    traces = state_of(model).traced
     with generators_restored_on_error():
         results = run()
-        unknown = next(iter(state_of(model).traced.unknown.pop(step, {})), None)
+        unknown = next(iter(traces.unknown.pop(step, {})), None)
         reason = unknown and f"it is not known how values from {unknown} depend on the rows"
-        if use_if_any(model, step, reason):
-            raise WholeBatchNeededError
+        if step not in traces.agreed:
+            is_needed = use_if_any(model, step, reason)
+            if placement_of(model.distribute_strategy).workers > 1:
+                traces.agreed.add(step)
+            if is_needed:
+                raise WholeBatchNeededError
+        elif reason is not None:
+            raise ModelError(
+                f"the first batch of the {step} was computed by rows, but for this batch {reason}. "
+                "Give all batches the same shapes and types. Or, if each row depends on its own "
+                "inputs alone: prepare(model, verify=False)."
+            )
     return results
 
 
