@@ -48,6 +48,13 @@ from tfmulti.training.state import relocation
 pytestmark = pytest.mark.mirrored
 
 
+def test_upstream_tensorflow_still_has_no_options_for_some_passes() -> None:
+    """This is the reason for `optimized_once`."""
+    documented = str(tf.config.optimizer.set_experimental_options.__doc__)
+    assert "layout_optimizer" in documented
+    assert not {"memory", "iterations"} & set(documented.replace("_", " ").split())
+
+
 @behaviour(upstream.fit_by_keras, at=[TWO_WORKERS])
 def test_upstream_fit_still_fails_on_several_workers(errors: list[list[str]]) -> None:
     """keras#20585 is the reason for `build_from_specs`, and for the `fit` of tfmulti."""

@@ -17,6 +17,7 @@ from tfmulti.distribution import connections
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.random_numbers import step_generator
+from tfmulti.keras_patches.tracing import optimized_once
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.input.worker_batch import (
     Ahead,
@@ -96,7 +97,7 @@ class Execution:
         self.one_and_next = without_autograph(self._one_and_next)
 
     def __call__(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
-        with connections.own_errors(self._placement):
+        with connections.own_errors(self._placement), optimized_once():
             result = whole_batch.with_new_functions(
                 lambda: self._call(source, steps, votes), self._compile
             )

@@ -21,6 +21,7 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.keras_patches import installation, layers
 from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
+from tfmulti.keras_patches.tracing import optimized_once
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
@@ -125,9 +126,10 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
     @connections.own_errors(placement)
     def call(source: Any) -> Predicted:
         given = source.queue if isinstance(source, Ahead) else source
-        predicted: Predicted = whole_batch.with_new_functions(
-            lambda: function(given), compile_again
-        )
+        with optimized_once():
+            predicted: Predicted = whole_batch.with_new_functions(
+                lambda: function(given), compile_again
+            )
         warn_of_unknown(model, "predict_step")
         return predicted
 

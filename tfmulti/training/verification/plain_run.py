@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.keras_patches.random_numbers import made_global_generator
-from tfmulti.keras_patches.tracing import nodes_of, traces_of
+from tfmulti.keras_patches.tracing import nodes_of, optimized_once, traces_of
 from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.worker_batch import of_any_rows, specs_of_any_rows
 from tfmulti.training.state import relocation
@@ -149,8 +149,9 @@ class PlainRun:
     def run(self, step: Any, batches: Sequence[Any], *, is_perturbed: bool = False) -> PlainResult:
         """Takes steps from the state at the beginning, and returns the numbers after them."""
         self._reset(is_perturbed)
-        for batch in batches:
-            logs = step(batch)
+        with optimized_once():
+            for batch in batches:
+                logs = step(batch)
         values = {name: relocation.value_of(v) for name, v in self._variables.items()}
         return PlainResult(values, {name: np.asarray(value) for name, value in flat(logs)})
 
