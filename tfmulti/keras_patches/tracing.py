@@ -79,8 +79,9 @@ def optimized_once() -> Iterator[None]:
     """A context in which TensorFlow optimizes the graphs of functions in less time, without a GPU.
 
     TensorFlow optimizes a graph when it is first run. By default it goes twice over the graph, and
-    looks for values that would not fit into the memory of a GPU. For the copies of several replicas
-    this takes long, and changes next to nothing (docs/measurements.md). With a GPU nothing changes.
+    searches for values that exceed the memory of a device, which it takes to be 256 MiB on a CPU.
+    For the copies of several replicas this takes long and gains next to nothing
+    (docs/measurements.md). With a GPU nothing changes.
 
     All calls of a function must be inside the context: TensorFlow optimizes the function anew for
     each other configuration.
