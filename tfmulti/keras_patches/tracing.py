@@ -5,7 +5,7 @@
 | `by_autograph` | `tf.__internal__.autograph.tf_convert`, `ag_ctx.ControlStatusCtx`, `converter.ConversionOptions` | none | TensorFlow has a public way to convert one part of a function |
 | `traces_of` | `tf.function`'s `_list_all_concrete_functions` | none | TensorFlow tells them |
 | `graphs_called_by` | `tf.Graph`'s `_get_function` | none | TensorFlow gives the graph of a function that an operation calls |
-| `optimized_once` | the properties `config` and `function_call_options` of `context.context()`, `context.FunctionCallOptions` | none | TensorFlow has public options for the two passes |
+| `optimized_once` | `context.context().function_call_options`, `context.FunctionCallOptions` | none | TensorFlow has public options for the two passes |
 | `eager_mode` | `tf.__internal__.eager_context.eager_mode` | none | TensorFlow has a public way to leave a strategy's scope |
 """  # noqa: E501
 
