@@ -60,7 +60,8 @@ class _Marks:
         formulas: results of `tf.custom_gradient` whose gradient is that of the operations behind
             them.
         reductions: sums and means over rows, numbers of rows, and states of metrics.
-        metric_handles: the ids of the handles of the metrics' variables.
+        metric_handles: the handles of the metrics' variables: their ids, and the names of the
+            graph's inputs that stand for them.
         origins: for inputs of functions, the tensors outside that they stand for.
     """
 
@@ -68,7 +69,7 @@ class _Marks:
     calls: dict[str, list[Any]] = field(default_factory=dict)
     formulas: set[str] = field(default_factory=set)
     reductions: set[str] = field(default_factory=set)
-    metric_handles: set[int] = field(default_factory=set)
+    metric_handles: set[int | str] = field(default_factory=set)
     origins: dict[str, Any] = field(default_factory=dict)
 
 
@@ -79,7 +80,7 @@ _labels_of_branches: weakref.WeakKeyDictionary[tf.Graph, dict[str, Label]] = (
 
 
 def begin(data: Any, metric_variables: Iterable[Any]) -> None:
-    """Begins the labels of the graph that is built now.
+    """Begins the labels of the graph that is built now, in replica context.
 
     Args:
         data: a nest of tensors, this replica's rows.
@@ -87,21 +88,19 @@ def begin(data: Any, metric_variables: Iterable[Any]) -> None:
     """
     if tf.executing_eagerly():
         return
-    marks = _graphs.setdefault(tf.compat.v1.get_default_graph(), _Marks())
-    marks.metric_handles |= {id(handle) for v in metric_variables for handle in _handles(v)}
+    graph = tf.compat.v1.get_default_graph()
+    marks = _graphs.setdefault(graph, _Marks())
+    for variable in metric_variables:
+        # In a stateless scope the value is a tensor.
+        handle = getattr(getattr(variable, "value", variable), "handle", None)
+        if handle is not None:
+            marks.metric_handles |= {id(handle), graph.capture(handle).name}
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.Tensor):
             mark(leaf, rows((1,)))
         elif isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             for part in tf.nest.flatten(leaf, expand_composites=True):
                 mark(part, local("a ragged or sparse tensor"))
-
-
-def _handles(variable: Any) -> list[Any]:
-    """Returns the handles of a Keras variable, of all its replicas."""
-    value = getattr(variable, "value", variable)
-    of_replicas = getattr(value, "values", None) or [value]
-    return [v.handle for v in of_replicas if hasattr(v, "handle")]
 
 
 def rows(parts: Parts) -> Label:
@@ -377,14 +376,21 @@ def _reads_metric(marks: _Marks, op: tf.Operation) -> bool:
     """Returns whether an operation reads a metric's variable."""
     if op.type != "ReadVariableOp" or not marks.metric_handles:
         return False
-    return id(_origin(marks, op.inputs[0])) in marks.metric_handles
+    handle = _origin(marks, op.inputs[0])
+    return (handle.name if hasattr(handle, "graph") else id(handle)) in marks.metric_handles
 
 
 def _origin(marks: _Marks, tensor: Any) -> Any:
-    """Returns the tensor outside of all functions that an input of a function stands for."""
+    """Returns the tensor outside of all functions that an input of a function stands for.
+
+    For a variable's handle it is the tensor outside of branches. To search the captures of a step
+    for each of its variables would take time that grows with the square of their number.
+    """
     if tensor.name not in marks.origins:
         outside: Any = tensor
         while hasattr(outside, "graph"):
+            if tensor.dtype == tf.resource and not is_branch(outside.graph):
+                break
             captures = {inside.name: out for out, inside in getattr(outside.graph, "captures", ())}
             if outside.name not in captures:
                 break

@@ -226,6 +226,9 @@ def is_along_rows(part: Any, rank: int | None) -> bool:
         part: the layer, the loss or the metric, whose `axis` may be one number or several.
         rank: the number of axes of the values, or None if it is not known.
     """
+    # It adds up the rows, as every metric does, and names their axis.
+    if isinstance(part, keras.metrics.FBetaScore):
+        return False
     axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     return any(type(each) is int and each in (0, -(rank or 0)) for each in axes)

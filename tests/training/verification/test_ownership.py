@@ -98,6 +98,19 @@ def test_parts_that_were_compared_are_known() -> None:
     assert own_parts(model) == []
 
 
+@pytest.mark.parametrize("metric", ["F1Score", "FBetaScore"])
+def test_a_metric_that_names_the_axis_of_the_rows_is_known(metric: str) -> None:
+    assert own_parts(compiled(metrics=[getattr(keras.metrics, metric)()])) == []
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_the_cell_of_a_convolutional_recurrent_layer_is_known(dimensions: int) -> None:
+    layer = getattr(keras.layers, f"ConvLSTM{dimensions}D")
+    model = keras.Sequential([keras.Input((2, *[3] * dimensions, 1)), layer(1, 2)])
+    model.compile("sgd", "mse")
+    assert own_parts(model) == []
+
+
 def test_parts_of_keras_that_nobody_compared_are_not_known() -> None:
     averaged = keras.metrics.MeanMetricWrapper(keras.losses.ctc, name="averaged")
     model = compiled(keras.layers.Pipeline([keras.layers.Dense(4)], name="steps"))

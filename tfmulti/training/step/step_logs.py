@@ -39,10 +39,10 @@ class StepLogs:
     """The logs of the train or test step of a model.
 
     Attributes:
+        keys: the keys of the dict that the step returned last.
+        names: the names of its logs, in their order, with those in nested dicts (`flattened`).
         results: for each log that is the result of a metric, that result, by the log's name.
         constants: for each log that is None or a text, that value, by the log's name.
-        overrides: whether the logs of an epoch are the metrics' results. Keras does this if a step
-            returns logs with exactly the metrics' names.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -52,9 +52,10 @@ class StepLogs:
         # The updates by thread and metric, because each replica is traced in a thread of its own.
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
+        self.keys: set[str] = set()
+        self.names: list[str] = []
         self.results: dict[str, _Result] = {}
         self.constants: dict[str, Any] = {}
-        self.overrides = False
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -106,29 +107,28 @@ class StepLogs:
     def taken(self, logs: Any, replica_slice: ReplicaSlice) -> Logs:
         """Returns a replica's logs of a step by name, and notes which are results of metrics.
 
-        Call it inside `recorded`, before the metrics change again. A metric's result is replaced by
-        0, since `final` computes it. The mean over the replicas, by rows, of any other log is the
-        value of one device. None and texts are kept for `final`.
+        Call it inside `recorded`, before the metrics change again. The mean of a log over the
+        replicas, by rows, is the value of one device. The results of metrics, None and texts are
+        left out, and `final` adds them.
 
         Raises:
             ModelError: a log is a text that the step computes from its inputs.
         """
-        self.overrides = isinstance(logs, Mapping) and set(logs) == set(
-            self._model.get_metrics_result()
-        )
-        by_name = {}
-        for name, value in flattened(logs).items():
+        flat = flattened(logs)
+        results: dict[str, _Result] = {}
+        constants: dict[str, Any] = {}
+        means = {}
+        for name, value in flat.items():
             result = self._result_of(value)
-            self.constants.pop(name, None)
             if value is None or tf.convert_to_tensor(value).dtype == tf.string:
-                self.constants[name] = _constant(name, value)
+                constants[name] = _constant(name, value)
             elif result is None:
-                self.results.pop(name, None)
-                by_name[name] = global_values.averaged(replica_slice, tf.convert_to_tensor(value))
+                means[name] = global_values.averaged(replica_slice, tf.convert_to_tensor(value))
             else:
-                self.results[name] = result
-                by_name[name] = tf.zeros([])
-        return by_name
+                results[name] = result
+        self.keys, self.names = set(logs) if isinstance(logs, Mapping) else set(), list(flat)
+        self.results, self.constants = results, constants
+        return means
 
     def _result_of(self, value: Any) -> _Result | None:
         """Returns the metric's result that a value is, if the metric has not been updated since."""
@@ -140,28 +140,30 @@ class StepLogs:
     def final(self, means: Logs) -> tuple[Logs, Logs]:
         """Returns the logs of a step, and the logs of an epoch that ends with it.
 
-        The variables of the model's metrics must hold the states of all replicas.
+        If a step returns logs with exactly the metrics' names, the logs of an epoch are the
+        metrics' results, as in Keras. The variables of the model's metrics must hold the states of
+        all replicas.
 
         Args:
-            means: the mean over the replicas of each log, by name. Those of metrics' results are
-                not used.
+            means: the mean over the replicas of each log that `taken` returned, by name.
         """
         metrics = list(self._model.metrics)
         in_use = sorted({result.metric for result in self.results.values()})
         computed = {number: metrics[number].result() for number in in_use}
 
-        def value(name: str) -> Any:
-            result = self.results.get(name)
-            if result is None:
-                return means[name]
+        def value(result: _Result) -> Any:
             values = computed[result.metric]
             # A metric may return its variable, which has the summed state only inside this call.
             return tf.convert_to_tensor(values if result.key is None else values[result.key])
 
-        logs = {name: value(name) for name in means} | self.constants
-        if self.overrides and set(self.results) != set(logs):
-            results = flattened(self._model.get_metrics_result())
-            return logs, {name: tf.convert_to_tensor(v) for name, v in results.items()}
+        results = {name: value(result) for name, result in self.results.items()}
+        by_name = results | means | self.constants
+        logs = {name: by_name[name] for name in self.names}
+        if set(results) != set(logs):
+            of_metrics = self._model.get_metrics_result()
+            if set(of_metrics) == self.keys:
+                of_epoch = flattened(of_metrics).items()
+                return logs, {name: tf.convert_to_tensor(v) for name, v in of_epoch}
         return logs, logs
 
 

@@ -105,3 +105,5 @@ _COMPARED = {
     for name in parts
     if hasattr(module, name)
 }
+# The layers ConvLSTM make this cell by themselves. It has no public name.
+_COMPARED.add(("keras.src.layers.rnn.conv_lstm", "ConvLSTMCell"))
