@@ -36,6 +36,9 @@ class OwnLogs(keras.Model):
         second = self.second.result()
         return {"zeta": self.first.result(), "beta": 3.0 * second, "alpha": second}
 
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {**self.test_step(data), "about": "a text"}
+
 
 def of_keras() -> keras.Model:
     layer = keras.layers.Dense(1, kernel_initializer="ones")
@@ -56,6 +59,17 @@ def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
     assert str(np.round(results[1][2:], 5)) == str(np.round(results[0][2:], 5))
     for plain, ours in zip(*(each[:2] for each in results), strict=True):
         assert [name for name, _ in ours] == [name for name, _ in plain]
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_history_has_the_order_of_plain_keras(eagerly: bool) -> None:
+    histories = []
+    for is_prepared in (False, True):
+        with make_strategy("one_device").scope():
+            model = prepare(OwnLogs()) if is_prepared else OwnLogs()
+            model.compile("sgd", "mse", run_eagerly=eagerly)
+        histories.append(model.fit(X, Y, verbose=0).history)
+    assert list(histories[1].items()) == list(histories[0].items())
 
 
 def test_one_result_is_a_number() -> None:

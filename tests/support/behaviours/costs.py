@@ -12,6 +12,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tests.support.behaviours.graphs import collectives_in, graph_of, nodes_of
@@ -62,6 +63,39 @@ def operations_before_each_wait() -> Any:
             if node.name.rpartition("/")[2].startswith(collectives.RECEIVE):
                 before = (name[1:] for name in node.input if name.startswith("^"))
                 found.append(sorted(types[name] for name in before if types[name] != "PyFunc"))
+    return found
+
+
+class Counted(keras.metrics.SparseCategoricalAccuracy):
+    """Counts the calls of `result` of all such metrics."""
+
+    calls = 0
+
+    def result(self) -> Any:
+        Counted.calls += 1
+        return super().result()
+
+
+def work_of_a_trace() -> Any:
+    """Returns what building a model and tracing its step takes, for few metrics and for more.
+
+    It is the number of calls of `result` for each metric, and how often the captures of a graph are
+    listed. That takes the longer the more variables a step has.
+    """
+    captures, found = FuncGraph.captures, []
+    for metrics in (2, 12):
+        made = [Counted(name=f"m{number}") for number in range(metrics)]
+        model = classifier(metrics=made, prepared={"verify": False})
+        graphs: list[Any] = []
+
+        def listed(graph: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return captures.fget(graph)
+
+        Counted.calls = 0
+        with mock.patch.object(FuncGraph, "captures", property(listed)):
+            fit(model, epochs=1)
+        found.append((Counted.calls / metrics, len(graphs)))
     return found
 
 

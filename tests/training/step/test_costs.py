@@ -75,6 +75,17 @@ def test_a_custom_step_is_traced_once_per_replica_and_once_to_build_layers(
     assert all(worker == [to_build + replicas, 0] for worker in results)
 
 
+@behaviour(costs.work_of_a_trace, at=[TWO_REPLICAS])
+def test_a_trace_does_not_repeat_its_work(results: list[Any]) -> None:
+    """A metric's result is computed to build the model, in each replica's step, and for the logs.
+
+    Variables are told apart without a search of all that a graph captures.
+    """
+    [((calls, listed), (calls_of_more, listed_of_more))] = results
+    assert calls == calls_of_more == 1 + 2 + 1
+    assert listed == listed_of_more
+
+
 @behaviour(costs.inter_op_threads, at=EVERYWHERE)
 def test_workers_of_one_machine_share_its_cores(results: list[Any], place: str) -> None:
     """TensorFlow's default of 0 means as many threads as cores, on each worker."""
