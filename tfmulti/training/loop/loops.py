@@ -373,8 +373,9 @@ def as_floats(logs: Logs) -> Logs:
 
     def as_float(value: Any) -> Any:
         array = np.asarray(value)
-        if array.dtype == object:
-            return value if value is None else array
+        # A text comes as a tensor, and with `run_eagerly` as bytes.
+        if array.dtype.kind in "OS":
+            return value if value is None else array.astype(object)
         return float(array) if array.ndim == 0 else array.tolist()
 
     return {name: as_float(value) for name, value in logs.items()}
