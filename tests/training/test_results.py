@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -45,13 +46,19 @@ def of_keras() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), layer])
 
 
-@pytest.mark.parametrize("make", [of_keras, OwnLogs])
-def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
-    results = []
+def plain_and_prepared(make: Any, **options: Any) -> Iterator[keras.Model]:
+    """Yields a compiled model of plain Keras, and then the same one prepared."""
     for is_prepared in (False, True):
         with make_strategy("one_device").scope():
             model = prepare(make()) if is_prepared else make()
-            model.compile("sgd", "mse", metrics=["mae", "cosine_similarity"])
+            model.compile("sgd", "mse", **options)
+        yield model
+
+
+@pytest.mark.parametrize("make", [of_keras, OwnLogs])
+def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
+    results = []
+    for model in plain_and_prepared(make, metrics=["mae", "cosine_similarity"]):
         named = model.evaluate(X, Y, verbose=0, return_dict=True)
         of_batch = model.test_on_batch(X, Y, return_dict=True)
         lists = [model.evaluate(X, Y, verbose=0), model.test_on_batch(X, Y)]
@@ -63,13 +70,9 @@ def test_evaluate_has_the_order_of_plain_keras(make: Any) -> None:
 
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_a_history_has_the_order_of_plain_keras(eagerly: bool) -> None:
-    histories = []
-    for is_prepared in (False, True):
-        with make_strategy("one_device").scope():
-            model = prepare(OwnLogs()) if is_prepared else OwnLogs()
-            model.compile("sgd", "mse", run_eagerly=eagerly)
-        histories.append(model.fit(X, Y, verbose=0).history)
-    assert list(histories[1].items()) == list(histories[0].items())
+    models = plain_and_prepared(OwnLogs, run_eagerly=eagerly)
+    plain, prepared = (model.fit(X, Y, verbose=0).history for model in models)
+    assert list(prepared.items()) == list(plain.items())
 
 
 def test_one_result_is_a_number() -> None:
