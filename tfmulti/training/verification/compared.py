@@ -105,5 +105,5 @@ _COMPARED = {
     for name in parts
     if hasattr(module, name)
 }
-# The layers ConvLSTM make this cell by themselves. It has no public name.
-_COMPARED.add(("keras.src.layers.rnn.conv_lstm", "ConvLSTMCell"))
+# The layers ConvLSTM make this cell by themselves. It has no public name, and lies beside their base.
+_COMPARED.add((keras.layers.ConvLSTM1D.__mro__[1].__module__, "ConvLSTMCell"))
