@@ -184,6 +184,21 @@ def placement_of(strategy: tf.distribute.Strategy) -> Placement:
     return Placement(rank, len(addresses), total // len(addresses), gpus, addresses)
 
 
+def run_on_replicas(strategy: tf.distribute.Strategy, compute: Callable[[], Any]) -> Any:
+    """Returns what `strategy.run` returns, for a function that runs a model's code.
+
+    MirroredStrategy runs each replica in a thread, where a nested function may neither make nor
+    update variables. XLA compiles such a function. A single replica waits for no other one, so it
+    runs in this thread, where a nested function may do both.
+    """
+    mirrored = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if strategy.num_replicas_in_sync > 1 or not isinstance(strategy, mirrored):
+        return strategy.run(compute)
+    device = tf.device(strategy.extended.worker_devices[0])
+    with strategy.scope(), tf.distribute.ReplicaContext(strategy, 0), device:
+        return compute()
+
+
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """Returns this process' devices in short form, such as `GPU:0`."""
     return tuple(

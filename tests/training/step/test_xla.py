@@ -11,7 +11,14 @@ import tensorflow as tf
 
 from tests.support.behaviours import behaviour, xla
 from tests.support.forked import run
-from tests.support.places import EVERYWHERE, ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS, few
+from tests.support.places import (
+    EVERYWHERE,
+    ONE_DEVICE,
+    ONE_REPLICA,
+    TWO_REPLICAS,
+    TWO_WORKERS,
+    few,
+)
 from tests.support.processes import ONE_THREAD
 from tfmulti.training.step.xla import is_dense
 
@@ -38,14 +45,17 @@ model.fit(np.ones((8, 8, 1), np.float32), np.ones((8, 4, 1)), verbose=0)
 """
 
 
-@behaviour(xla.passes_compiled_by_xla, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
+ALONE = (ONE_DEVICE, ONE_REPLICA)
+
+
+@behaviour(xla.passes_compiled_by_xla, at=few(*ALONE, TWO_WORKERS, of=(ONE_REPLICA, *EVERYWHERE)))
 @pytest.mark.parametrize("network", OBSTACLES)
 def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network: str) -> None:
     for worker in results:
         plain, by_xla = worker[network]
         local_replicas = 2 if place == TWO_REPLICAS else 1
         obstacle = OBSTACLES[network]
-        if place == ONE_DEVICE and network == "normalized":
+        if place in ALONE and network == "normalized":
             obstacle = None
         assert plain["functions"] == 0
         assert plain["warned"] == []
@@ -69,9 +79,9 @@ def test_xla_does_not_change_the_numbers(results: list[Any], place: str, network
             # the one for the inputs.
             assert by_xla["products"] == local_replicas * (2 + 3)
             assert by_xla["collectives inside"] == 0
-            # A single device compiles the update, too, and `evaluate` and `predict`.
-            assert bool(by_xla["updates"]) == (place == ONE_DEVICE)
-            assert by_xla["in evaluate and predict"] == [int(place == ONE_DEVICE)] * 2
+            # A single replica compiles the update, too, and `evaluate` and `predict`.
+            assert bool(by_xla["updates"]) == (place in ALONE)
+            assert by_xla["in evaluate and predict"] == [int(place in ALONE)] * 2
 
 
 def test_sparse_and_ragged_tensors_and_texts_are_not_dense() -> None:
@@ -81,8 +91,8 @@ def test_sparse_and_ragged_tensors_and_texts_are_not_dense() -> None:
     assert not is_dense(tf.ragged.constant([[1.0], []]))
 
 
-@behaviour(xla.custom_step_compiled, at=[ONE_DEVICE])
-def test_a_single_device_compiles_a_custom_step(results: list[Any]) -> None:
+@behaviour(xla.custom_step_compiled, at=ALONE)
+def test_a_single_replica_compiles_a_custom_step(results: list[Any]) -> None:
     (logs, weights, none, _), (logs_by_xla, weights_by_xla, functions, warned) = results[0]
     assert (none, functions, warned) == (0, 1, [])
     for key, values in logs.items():

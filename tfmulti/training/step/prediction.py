@@ -17,7 +17,7 @@ from tfmulti.distribution import (
     row_labels,
 )
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing
-from tfmulti.distribution.strategies import placement_of
+from tfmulti.distribution.strategies import placement_of, run_on_replicas
 from tfmulti.keras_patches import installation, layers
 from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
@@ -104,7 +104,9 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 own_rows = functools.partial(global_values.own_rows, replica_slice)
                 return tf.nest.map_structure(own_rows, step(data))
 
-        by_replica = whole_batch.traced(model, "predict_step", lambda: strategy.run(replica_step))
+        by_replica = whole_batch.traced(
+            model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
+        )
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_context, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
-from tfmulti.distribution.strategies import Placement, placement_of
+from tfmulti.distribution.strategies import Placement, placement_of, run_on_replicas
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches import layers
 from tfmulti.keras_patches.model_structure import all_metric_variables, has_own_step
@@ -233,9 +233,11 @@ def make_step(
             return replica_step(batch, states)
 
         if training:
-            results = strategy.run(with_same_draws)
+            results = run_on_replicas(strategy, with_same_draws)
         else:
-            results = whole_batch.traced(model, name, lambda: strategy.run(with_same_draws))
+            results = whole_batch.traced(
+                model, name, lambda: run_on_replicas(strategy, with_same_draws)
+            )
         share_generator(seeds)
         return results
 
