@@ -105,5 +105,6 @@ _COMPARED = {
     for name in parts
     if hasattr(module, name)
 }
-# The layers ConvLSTM make this cell by themselves. It has no public name, and lies beside their base.
+# The layers ConvLSTM make this cell by themselves. It has no public name. Its module is that of
+# their base class.
 _COMPARED.add((keras.layers.ConvLSTM1D.__mro__[1].__module__, "ConvLSTMCell"))
