@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 
 ONE_DEVICE = "one_device"
-# MirroredStrategy on a machine with one GPU.
+# MirroredStrategy with one replica, as on a machine with one GPU.
 ONE_REPLICA = "mirrored-1"
 TWO_REPLICAS, TWO_WORKERS, THREE_WORKERS = "mirrored-2", "workers-2", "workers-3"
 SEVERAL = (TWO_REPLICAS, TWO_WORKERS)

@@ -187,16 +187,29 @@ def placement_of(strategy: tf.distribute.Strategy) -> Placement:
 def run_on_replicas(strategy: tf.distribute.Strategy, compute: Callable[[], Any]) -> Any:
     """Returns what `strategy.run` returns, for a function that runs a model's code.
 
-    MirroredStrategy runs each replica in a thread, where a nested function may neither make nor
-    update variables. XLA compiles such a function. A single replica waits for no other one, so it
-    runs in this thread, where a nested function may do both.
+    MirroredStrategy traces each replica in a thread. There a nested `tf.function`, such as one that
+    XLA compiles, cannot call `merge_call`, which optimizers need. A single replica waits for no
+    other one, so it runs in this thread, where that is possible.
     """
     mirrored = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     if strategy.num_replicas_in_sync > 1 or not isinstance(strategy, mirrored):
         return strategy.run(compute)
     device = tf.device(strategy.extended.worker_devices[0])
-    with strategy.scope(), tf.distribute.ReplicaContext(strategy, 0), device:
+    with strategy.scope(), _OnlyReplica(strategy, 0), device:
         return compute()
+
+
+class _OnlyReplica(tf.distribute.ReplicaContext):  # type: ignore[misc]
+    """The context of a replica without others, in which a sum or a gather needs no collective.
+
+    XLA does not compile TensorFlow's collectives.
+    """
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        return value
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        return value
 
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ def is_along_rows(part: Any, rank: int | None) -> bool:
         part: the layer, the loss or the metric, whose `axis` may be one number or several.
         rank: the number of axes of the values, or None if it is not known.
     """
-    # It adds up the rows, as every metric does, and names their axis.
+    # Its `axis` is that of the rows, over which every metric adds up.
     if isinstance(part, keras.metrics.FBetaScore):
         return False
     axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))

@@ -80,7 +80,7 @@ def work_of_a_trace() -> Any:
     """Returns what building a model and tracing its step takes, for few metrics and for more.
 
     It is the number of calls of `result` for each metric, and how often the captures of a graph are
-    listed. That takes the longer the more variables a step has.
+    listed. Listing them takes longer for a step with more variables.
     """
     captures, found = FuncGraph.captures, []
     for metrics in (2, 12):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
 from tests.support.behaviours.graphs import (
@@ -43,6 +45,29 @@ class Text(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         lengths = tf.strings.length(tf.strings.as_string(tf.cast(x[:, 0], tf.int32)))
         return x + 0.0 * tf.cast(lengths, tf.float32)[:, None]
+
+
+class Collectives(CustomStep):
+    """A custom step that also sums and gathers over the replicas."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        logs = super().train_step(data)
+        context = tf.distribute.get_replica_context()
+        rows = context.all_gather(data[0], 0)
+        return {**logs, "sum": context.all_reduce("sum", tf.reduce_sum(rows))}
+
+
+@contextlib.contextmanager
+def merged_as_on_gpus() -> Iterator[None]:
+    """Lets the strategy leave out `merge_call` in what XLA compiles, as TensorFlow does on GPUs."""
+    extended = vars(here.strategy.extended)
+    extended["_use_merge_call"] = lambda: (
+        not GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    )
+    try:
+        yield
+    finally:
+        del extended["_use_merge_call"]
 
 
 LAYERS: dict[str, Callable[[], list[keras.layers.Layer]]] = {
@@ -171,14 +196,21 @@ def _with_text() -> keras.Model:
 
 
 def custom_step_compiled() -> Any:
-    """Returns the logs, the weights and the warnings of a custom step, without XLA and with it."""
+    """Returns the logs, the weights and the warnings of a custom step.
+
+    The step runs without XLA, with it, and with it as on a GPU.
+    """
     found = []
-    for asked in (False, True):
+    for asked, merged in (
+        (False, contextlib.nullcontext()),
+        (True, contextlib.nullcontext()),
+        (True, merged_as_on_gpus()),
+    ):
         keras.utils.set_random_seed(1)
         with here.strategy.scope():
-            model = prepare(CustomStep(), jit_compile=asked, verify=False)
-            model.compile("sgd")
-        with warnings.catch_warnings(record=True) as seen:
+            model = prepare(Collectives(), jit_compile=asked, verify=False)
+            model.compile("adam")
+        with warnings.catch_warnings(record=True) as seen, merged:
             warnings.simplefilter("always")
             logs = fit(model)
         functions = len(_by_xla(graph_of(model, 1)))

@@ -93,15 +93,17 @@ def test_sparse_and_ragged_tensors_and_texts_are_not_dense() -> None:
 
 @behaviour(xla.custom_step_compiled, at=ALONE)
 def test_a_single_replica_compiles_a_custom_step(results: list[Any]) -> None:
-    (logs, weights, none, _), (logs_by_xla, weights_by_xla, functions, warned) = results[0]
-    assert (none, functions, warned) == (0, 1, [])
-    for key, values in logs.items():
-        assert logs_by_xla[key] == pytest.approx(values, rel=1e-5)
-    for one, other in zip(weights, weights_by_xla, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+    (logs, weights, none, _), *by_xla = results[0]
+    assert none == 0
+    for logs_by_xla, weights_by_xla, functions, warned in by_xla:
+        assert (functions, warned) == (1, [])
+        for key, values in logs.items():
+            assert logs_by_xla[key] == pytest.approx(values, rel=1e-5)
+        for one, other in zip(weights, weights_by_xla, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@behaviour(xla.predictions_of_an_unbuilt_model, at=[ONE_DEVICE])
+@behaviour(xla.predictions_of_an_unbuilt_model, at=ALONE)
 def test_a_model_that_predict_builds_has_the_same_weights(results: list[Any]) -> None:
     for without, by_xla in results[0]:
         np.testing.assert_allclose(by_xla, without, rtol=0, atol=1e-6)

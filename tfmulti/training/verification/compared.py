@@ -105,6 +105,5 @@ _COMPARED = {
     for name in parts
     if hasattr(module, name)
 }
-# The layers ConvLSTM make this cell by themselves. It has no public name. Its module is that of
-# their base class.
-_COMPARED.add((keras.layers.ConvLSTM1D.__mro__[1].__module__, "ConvLSTMCell"))
+# The layers ConvLSTM make this cell, which has no public name. Its module is that of their base.
+_COMPARED.add((keras.layers.ConvLSTM1D.__base__.__module__, "ConvLSTMCell"))
