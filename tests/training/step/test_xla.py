@@ -24,6 +24,9 @@ from tfmulti.training.step.xla import is_dense
 
 pytestmark = pytest.mark.multiworker
 
+# Places of one replica, whose whole step is compiled.
+ALONE = (ONE_DEVICE, ONE_REPLICA)
+
 # Why XLA cannot compile a network. The second reason holds only for several replicas.
 OBSTACLES = {
     "dense": None,
@@ -43,9 +46,6 @@ model.compile("sgd", "mse")
 tfmulti.prepare(model, jit_compile=True)
 model.fit(np.ones((8, 8, 1), np.float32), np.ones((8, 4, 1)), verbose=0)
 """
-
-
-ALONE = (ONE_DEVICE, ONE_REPLICA)
 
 
 @behaviour(xla.passes_compiled_by_xla, at=few(*ALONE, TWO_WORKERS, of=(ONE_REPLICA, *EVERYWHERE)))
