@@ -18,6 +18,7 @@ from tests.support.processes import ONE_THREAD, at_a_time, run, run_workers
 ONE_DEVICE = "one_device"
 # MirroredStrategy with one replica, as on a machine with one GPU.
 ONE_REPLICA = "mirrored-1"
+ONE_WORKER = "workers-1"
 TWO_REPLICAS, TWO_WORKERS, THREE_WORKERS = "mirrored-2", "workers-2", "workers-3"
 SEVERAL = (TWO_REPLICAS, TWO_WORKERS)
 EVERYWHERE = (ONE_DEVICE, *SEVERAL)

@@ -15,6 +15,7 @@ from tests.support.places import (
     EVERYWHERE,
     ONE_DEVICE,
     ONE_REPLICA,
+    ONE_WORKER,
     TWO_REPLICAS,
     TWO_WORKERS,
     few,
@@ -91,7 +92,7 @@ def test_sparse_and_ragged_tensors_and_texts_are_not_dense() -> None:
     assert not is_dense(tf.ragged.constant([[1.0], []]))
 
 
-@behaviour(xla.custom_step_compiled, at=ALONE)
+@behaviour(xla.custom_step_compiled, at=[*ALONE, ONE_WORKER])
 def test_a_single_replica_compiles_a_custom_step(results: list[Any]) -> None:
     (logs, weights, none, _), *by_xla = results[0]
     assert none == 0
