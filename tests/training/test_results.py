@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfmulti import prepare
 from tfmulti.distribution.strategies import make_strategy
@@ -73,6 +74,30 @@ def test_a_history_has_the_order_of_plain_keras(eagerly: bool) -> None:
     models = plain_and_prepared(OwnLogs, run_eagerly=eagerly)
     plain, prepared = (model.fit(X, Y, verbose=0).history for model in models)
     assert list(prepared.items()) == list(plain.items())
+
+
+class LogsByStructure(OwnLogs):
+    """Its logs differ between batches with and without targets."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        logs = self.test_step(data)
+        return {**logs, "count": 2.0} if len(data) == 2 else {"alpha": logs["zeta"]}
+
+
+def test_logs_belong_to_the_structure_of_the_data() -> None:
+    """The last `fit` is traced anew, for a dataset, and calls the step of the first trace."""
+
+    def losses(model: keras.Model) -> list[dict[str, Any]]:
+        inputs = tf.data.Dataset.from_tensors((X,))
+        both = tf.data.Dataset.from_tensors((X, Y))
+        return [
+            model.fit(X, Y, verbose=0).history,
+            model.fit(inputs, verbose=0).history,
+            model.fit(both, verbose=0).history,
+        ]
+
+    plain, prepared = (losses(model) for model in plain_and_prepared(LogsByStructure))
+    assert prepared == plain
 
 
 def test_one_result_is_a_number() -> None:

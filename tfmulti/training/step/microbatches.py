@@ -29,8 +29,9 @@ from tfmulti.distribution.replica_context import rows_of, weighted
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, current, part_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.model_structure import seed_variables
+from tfmulti.training.step.step_logs import Means
 
-Step = Callable[[Any, ReplicaSlice], dict[str, Any]]
+Step = Callable[[Any, ReplicaSlice], Means]
 
 
 class Taker(Protocol):
@@ -109,7 +110,7 @@ def take(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
 
 def run(
     model: keras.Model, step: Step, data: Any, replica_slice: ReplicaSlice, passes: int
-) -> dict[str, Any]:
+) -> Means:
     """Runs a step in several passes over a replica's rows, and returns its logs.
 
     Returns:
@@ -187,22 +188,18 @@ def _added(sum_so_far: Any, gradient: Any) -> Any:
     return tf.convert_to_tensor(sum_so_far) + tf.convert_to_tensor(gradient)
 
 
-def _combined(logs: Sequence[dict[str, Any]], weights: Sequence[tf.Tensor]) -> dict[str, Any]:
+def _combined(logs: Sequence[Means], weights: Sequence[tf.Tensor]) -> Means:
     """Returns the mean of the passes' logs, weighted by their rows."""
     total = tf.add_n(list(weights))
-    floats = [_as_floats(of_pass) for of_pass in logs]
 
-    def mean(values: Sequence[tf.Tensor]) -> tf.Tensor:
-        dtype = values[-1].dtype
+    def mean(values: Sequence[Any]) -> tf.Tensor | None:
+        if values[-1] is None:
+            return None
+        floats = [v if v.dtype.is_floating else tf.cast(v, tf.float32) for v in values]
         weighted = [
             tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
-            for value, weight in zip(values, weights, strict=True)
+            for value, weight in zip(floats, weights, strict=True)
         ]
-        return tf.math.divide_no_nan(tf.add_n(weighted), tf.cast(total, dtype))
+        return tf.math.divide_no_nan(tf.add_n(weighted), tf.cast(total, floats[-1].dtype))
 
-    return {name: mean([of_pass[name] for of_pass in floats]) for name in logs[-1]}
-
-
-def _as_floats(logs: dict[str, Any]) -> dict[str, tf.Tensor]:
-    """Returns the logs, with whole numbers and booleans cast to float32."""
-    return {n: v if v.dtype.is_floating else tf.cast(v, tf.float32) for n, v in logs.items()}
+    return {name: mean([of_pass[name] for of_pass in logs]) for name in logs[-1]}

@@ -21,6 +21,8 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.errors import ModelError
 
 Logs = dict[str, tf.Tensor]
+# The logs by name, in their order, of which those that are not averaged over the replicas are None.
+Means = dict[str, tf.Tensor | None]
 
 
 class _Result(NamedTuple):
@@ -35,15 +37,22 @@ class _Result(NamedTuple):
     key: str | None
 
 
-class StepLogs:
-    """The logs of the train or test step of a model.
+class _Returned(NamedTuple):
+    """What is known of the logs that a step returned when it was traced.
 
     Attributes:
-        keys: the keys of the dict that the step returned last.
-        names: the names of its logs, in their order, with those in nested dicts (`flattened`).
+        keys: the keys of the dict.
         results: for each log that is the result of a metric, that result, by the log's name.
         constants: for each log that is None or a text, that value, by the log's name.
     """
+
+    keys: set[str]
+    results: dict[str, _Result]
+    constants: dict[str, Any]
+
+
+class StepLogs:
+    """The logs of the train or test step of a model."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -52,10 +61,9 @@ class StepLogs:
         # The updates by thread and metric, because each replica is traced in a thread of its own.
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
-        self.keys: set[str] = set()
-        self.names: list[str] = []
-        self.results: dict[str, _Result] = {}
-        self.constants: dict[str, Any] = {}
+        # By the names of all logs. A step may return other logs for data of another structure, and
+        # the trace of an execution may call a step that was traced for an earlier structure.
+        self._returned: dict[frozenset[str], _Returned] = {}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -104,12 +112,12 @@ class StepLogs:
         """Returns how often this thread has updated a metric."""
         return self._updates.get((threading.get_ident(), number), 0)
 
-    def taken(self, logs: Any, replica_slice: ReplicaSlice) -> Logs:
+    def taken(self, logs: Any, replica_slice: ReplicaSlice) -> Means:
         """Returns a replica's logs of a step by name, and notes which are results of metrics.
 
         Call it inside `recorded`, before the metrics change again. The mean of a log over the
-        replicas, by rows, is the value of one device. The results of metrics, None and texts are
-        left out, and `final` adds them.
+        replicas, by rows, is the value of one device. In place of the results of metrics and of
+        texts there is None, and `final` sets them.
 
         Raises:
             ModelError: a log is a text that the step computes from its inputs.
@@ -117,7 +125,7 @@ class StepLogs:
         flat = flattened(logs)
         results: dict[str, _Result] = {}
         constants: dict[str, Any] = {}
-        means = {}
+        means: Means = dict.fromkeys(flat)
         for name, value in flat.items():
             result = self._result_of(value)
             if value is None or tf.convert_to_tensor(value).dtype == tf.string:
@@ -126,8 +134,8 @@ class StepLogs:
                 means[name] = global_values.averaged(replica_slice, tf.convert_to_tensor(value))
             else:
                 results[name] = result
-        self.keys, self.names = set(logs) if isinstance(logs, Mapping) else set(), list(flat)
-        self.results, self.constants = results, constants
+        keys = set(logs) if isinstance(logs, Mapping) else set()
+        self._returned[frozenset(flat)] = _Returned(keys, results, constants)
         return means
 
     def _result_of(self, value: Any) -> _Result | None:
@@ -137,7 +145,7 @@ class StepLogs:
                 return result if self._count(result.metric) == count else None
         return None
 
-    def final(self, means: Logs) -> tuple[Logs, Logs]:
+    def final(self, means: Means) -> tuple[Logs, Logs]:
         """Returns the logs of a step, and the logs of an epoch that ends with it.
 
         If a step returns logs with exactly the metrics' names, the logs of an epoch are the
@@ -145,10 +153,11 @@ class StepLogs:
         all replicas.
 
         Args:
-            means: the mean over the replicas of each log that `taken` returned, by name.
+            means: what `taken` returned, with the means over the replicas.
         """
+        keys, results_by_name, constants = self._returned[frozenset(means)]
         metrics = list(self._model.metrics)
-        in_use = sorted({result.metric for result in self.results.values()})
+        in_use = sorted({result.metric for result in results_by_name.values()})
         computed = {number: metrics[number].result() for number in in_use}
 
         def value(result: _Result) -> Any:
@@ -156,12 +165,11 @@ class StepLogs:
             # A metric may return its variable, which has the summed state only inside this call.
             return tf.convert_to_tensor(values if result.key is None else values[result.key])
 
-        results = {name: value(result) for name, result in self.results.items()}
-        by_name = results | means | self.constants
-        logs = {name: by_name[name] for name in self.names}
+        results = {name: value(result) for name, result in results_by_name.items()}
+        logs: Logs = means | results | constants
         if set(results) != set(logs):
             of_metrics = self._model.get_metrics_result()
-            if set(of_metrics) == self.keys:
+            if set(of_metrics) == keys:
                 of_epoch = flattened(of_metrics).items()
                 return logs, {name: tf.convert_to_tensor(v) for name, v in of_epoch}
         return logs, logs

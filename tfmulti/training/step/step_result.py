@@ -21,7 +21,7 @@ from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches.model_structure import moving_statistics
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.step.step_logs import Logs, StepLogs
+from tfmulti.training.step.step_logs import Logs, Means, StepLogs
 
 
 class StepResult(NamedTuple):
@@ -84,7 +84,8 @@ class Totals(NamedTuple):
         # If TensorFlow takes the next step's data while this step runs, no step waits. On a GPU a
         # step has ended when its results can be copied to the host.
         with tf.device("CPU:0"):
-            done = [tf.identity(t) for t in tf.nest.flatten(logs, expand_composites=True)]
+            tensors = tf.nest.flatten(logs, expand_composites=True)
+            done = [tf.identity(tensor) for tensor in tensors if tensor is not None]
         with tf.control_dependencies(done):
             return self._replace(free_since=now())
 
@@ -207,7 +208,7 @@ class Summary:
 
     def _summed(
         self,
-        results: tuple[Logs, list[tf.Tensor]],
+        results: tuple[Means, list[tf.Tensor]],
         batch: WorkerBatch,
         votes: tf.Tensor,
         totals: Totals,
@@ -221,11 +222,12 @@ class Summary:
         digests = digest_by_rank(batch, local, placement)
         own_waited_s = waited_s = tf.cast(totals.waited_s, tf.float32)
         lost = tf.cast(totals.lost if local == 0 else 0, tf.float32)
-        parts = [_part(value, weight) for value in logs.values()]
+        averaged = {name: value for name, value in logs.items() if value is not None}
+        parts = [_part(value, weight) for value in averaged.values()]
         final, sums = replica_context.global_metrics(
             replica_context.metric_variables(self._model),
             metrics,
-            lambda sums: self._logs.final(dict(zip(logs, sums, strict=False))),
+            lambda sums: self._logs.final(logs | dict(zip(averaged, sums, strict=False))),
             [*parts, votes, digests, lost, waited_s, *changes],
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
