@@ -143,8 +143,7 @@ def metric_states(model: keras.Model) -> Tree:
 
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:
     """Restores each replica's part of the metrics, on any number of replicas."""
-    strategy = model.distribute_strategy
-    placement = placement_of(strategy)
+    placement = placement_of(model.distribute_strategy)
     variables = replica_context.metric_variables(model)
     names = _names(variables)
     if set(names) != set(saved):
@@ -152,17 +151,10 @@ def _set_metric_states(model: keras.Model, saved: Tree) -> None:
             f"the metrics have changed: {', '.join(sorted(saved))} in the checkpoint, "
             f"{', '.join(sorted(names))} now. Compile with the same, or give a new folder."
         )
-    parts = {
-        name: _of_replicas(saved[name], variable, placement.replicas)
-        for name, variable in zip(names, variables, strict=True)
-    }
-
-    def on_replica() -> None:
-        number = placement.first_replica + replica_context.local_index(placement.local_replicas)
-        for name, variable in zip(names, variables, strict=True):
-            variable.assign(parts[name][number])
-
-    strategy.run(on_replica)
+    for name, variable in zip(names, variables, strict=True):
+        values = _of_replicas(saved[name], variable, placement.replicas)
+        for replica, part in enumerate(components(variable.value), placement.first_replica):
+            part.assign(values[replica])
 
 
 def _of_replicas(states: np.ndarray, variable: Any, count: int) -> np.ndarray:
