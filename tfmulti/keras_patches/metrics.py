@@ -65,14 +65,28 @@ def _metric_of_rows(
 ) -> Any:
     """Calls the `update_state` of a Keras metric that adds up a value for each row.
 
-    The metric keeps its own code. The function only notes whether the values have rows.
+    The metric keeps its own code. It gets the rows of one device, if they depend on other rows.
     """
-    _, *values = tf.nest.flatten((args, kwargs))
-    kinds = {row_labels.label_of(value).kind for value in values if value is not None}
+    metric, *values = args
+    values, kwargs = tf.nest.map_structure(
+        lambda value: _rows_of_one_device(replica_slice, value), (values, kwargs)
+    )
+    given = [value for value in tf.nest.flatten((values, kwargs)) if value is not None]
+    note_trusted(replica_slice, *given)
+    kinds = {row_labels.label_of(value).kind for value in given}
     have_rows = not global_values.are_known(replica_slice) or kinds <= {Kind.ROWS, Kind.LOCAL}
-    note_trusted(replica_slice, *values)
     with _adds_parts.set_to(_adds_parts.get() or have_rows):
-        return original(*args, **kwargs)
+        return original(metric, *values, **kwargs)
+
+
+def _rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
+    """Returns a value with each row as on one device, if the rows depend on other rows."""
+    label = row_labels.label_of(value)
+    if label.kind is not Kind.MIXED or not global_values.are_known(replica_slice):
+        return value
+    rows = global_values.read_rows(replica_slice, value)
+    row_labels.mark(rows, row_labels.rows(label.parts))
+    return rows
 
 
 def part_of_state(replica_slice: ReplicaSlice, variable: Any, value: Any) -> Any:

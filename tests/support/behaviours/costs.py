@@ -99,6 +99,35 @@ def work_of_a_trace() -> Any:
     return found
 
 
+class MixedRows(keras.Model):
+    """Gives a metric of Keras rows that are scaled by the largest one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.area = keras.metrics.AUC(num_thresholds=20)
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self.area]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        outputs = self(x)[:, 0]
+        self.area.update_state(y, outputs / tf.reduce_max(outputs))
+        return {"area": self.area.result()}
+
+
+def operations_built_again() -> Any:
+    """Returns the kinds of the operations that a step computes anew, with the global batch."""
+    inputs = keras.Input((6,))
+    with here.strategy.scope():
+        model = prepare(MixedRows(inputs, keras.layers.Dense(1, "sigmoid")(inputs)), verify=False)
+        model.compile("sgd")
+    fit(model, epochs=1)
+    nodes = nodes_of(graph_of(model, 1))
+    return Counter(node.op for node in nodes if "_of_global_batch" in node.name)
+
+
 def replicas_with_and_without_collectives() -> Any:
     """Returns the collectives and the weights of each network, with plain sums on CPUs.
 

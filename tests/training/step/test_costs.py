@@ -86,6 +86,13 @@ def test_a_trace_does_not_repeat_its_work(results: list[Any]) -> None:
     assert listed == listed_of_more
 
 
+@behaviour(costs.operations_built_again, at=[TWO_REPLICAS])
+def test_a_metric_of_mixed_rows_is_traced_once(results: list[Any]) -> None:
+    """The largest value and the division by it are computed anew, and not the whole metric."""
+    [operations] = results
+    assert operations == {"Max": 2, "RealDiv": 2}
+
+
 @behaviour(costs.inter_op_threads, at=EVERYWHERE)
 def test_workers_of_one_machine_share_its_cores(results: list[Any], place: str) -> None:
     """TensorFlow's default of 0 means as many threads as cores, on each worker."""
