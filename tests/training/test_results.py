@@ -76,15 +76,24 @@ def test_a_history_has_the_order_of_plain_keras(eagerly: bool) -> None:
     assert list(prepared.items()) == list(plain.items())
 
 
-class LogsByStructure(OwnLogs):
-    """Its logs differ between batches with and without targets."""
+class OtherLogs(OwnLogs):
+    """Its logs have other names if the batches have no targets."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         logs = self.test_step(data)
         return {**logs, "count": 2.0} if len(data) == 2 else {"alpha": logs["zeta"]}
 
 
-def test_logs_belong_to_the_structure_of_the_data() -> None:
+class OtherKinds(OwnLogs):
+    """A log is not the result of a metric if the batches have no targets."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        logs = self.test_step(data)
+        return logs if len(data) == 2 else {**logs, "alpha": 3.0}
+
+
+@pytest.mark.parametrize("make", [OtherLogs, OtherKinds])
+def test_logs_belong_to_the_structure_of_the_data(make: Any) -> None:
     """The last `fit` is traced anew, for a dataset, and calls the step of the first trace."""
 
     def losses(model: keras.Model) -> list[dict[str, Any]]:
@@ -96,7 +105,7 @@ def test_logs_belong_to_the_structure_of_the_data() -> None:
             model.fit(both, verbose=0).history,
         ]
 
-    plain, prepared = (losses(model) for model in plain_and_prepared(LogsByStructure))
+    plain, prepared = (losses(model) for model in plain_and_prepared(make))
     assert prepared == plain
 
 

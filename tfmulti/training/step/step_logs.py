@@ -61,9 +61,9 @@ class StepLogs:
         # The updates by thread and metric, because each replica is traced in a thread of its own.
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
-        # By the names of all logs. A step may return other logs for data of another structure, and
-        # the trace of an execution may call a step that was traced for an earlier structure.
-        self._returned: dict[frozenset[str], _Returned] = {}
+        # By `_form`. A step may return other logs for data of another structure, and the trace of
+        # an execution may call a step that was traced for an earlier structure.
+        self._returned: dict[frozenset[tuple[str, bool]], _Returned] = {}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class StepLogs:
             else:
                 results[name] = result
         keys = set(logs) if isinstance(logs, Mapping) else set()
-        self._returned[frozenset(flat)] = _Returned(keys, results, constants)
+        self._returned[_form(means)] = _Returned(keys, results, constants)
         return means
 
     def _result_of(self, value: Any) -> _Result | None:
@@ -155,7 +155,7 @@ class StepLogs:
         Args:
             means: what `taken` returned, with the means over the replicas.
         """
-        keys, results_by_name, constants = self._returned[frozenset(means)]
+        keys, results_by_name, constants = self._returned[_form(means)]
         metrics = list(self._model.metrics)
         in_use = sorted({result.metric for result in results_by_name.values()})
         computed = {number: metrics[number].result() for number in in_use}
@@ -173,6 +173,11 @@ class StepLogs:
                 of_epoch = flattened(of_metrics).items()
                 return logs, {name: tf.convert_to_tensor(v) for name, v in of_epoch}
         return logs, logs
+
+
+def _form(means: Means) -> frozenset[tuple[str, bool]]:
+    """Returns the names of the logs, and whether each is averaged over the replicas."""
+    return frozenset((name, value is not None) for name, value in means.items())
 
 
 def _constant(name: str, value: Any) -> Any:
