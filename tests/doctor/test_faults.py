@@ -84,13 +84,20 @@ def test_a_firewall_that_opens_only_the_port_of_tensorflow_is_named(
     assert [each.returncode for each in done] == [0, 0, 0]
 
 
-def test_a_slow_link_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    limit = ["rate", "20mbit", "burst", "32kbit", "latency", "400ms"]
-    on(hosts, 3, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+@contextlib.contextmanager
+def slow_link(hosts: Hosts, host: int, rate: str) -> Iterator[None]:
+    """Limits what a host sends."""
+    limit = ["rate", rate, "burst", "32kbit", "latency", "400ms"]
+    on(hosts, host, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
     try:
-        done = examine(hosts, tmp_path, NO_TRAINING)
+        yield
     finally:
-        on(hosts, 3, "tc", "qdisc", "del", "dev", "eth0", "root")
+        on(hosts, host, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+def test_a_slow_link_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    with slow_link(hosts, 3, "20mbit"):
+        done = examine(hosts, tmp_path, NO_TRAINING)
     found = wrong(report_of(done[0]))
     assert [(each["check"], each["worker"], each["status"]) for each in found] == [
         ("link", 2, "warning")
@@ -112,7 +119,11 @@ def test_a_worker_with_the_index_of_another_is_named(hosts: Hosts, tmp_path: Pat
 
 
 def test_names_are_resolved_on_every_worker(hosts: Hosts, tmp_path: Path) -> None:
-    """One host does not know a name, and on another one it means the loopback address."""
+    """One host does not know a name, and on another one it means the loopback address.
+
+    The worker that does not know the name waits for it, and then measures a slow link. The chief
+    waits for its result.
+    """
     names = [f"doctor{host}" for host in (1, 2, 3)]
     addresses = [f"{name}:{PORT}" for name in names]
     lines = [f"{hosts.address(host)} {name}" for host, name in zip((1, 2, 3), names, strict=True)]
@@ -126,7 +137,8 @@ def test_names_are_resolved_on_every_worker(hosts: Hosts, tmp_path: Path) -> Non
     for host, file in files.items():
         file.write_text("\n".join([before[host], *resolved[host], ""]))
     try:
-        done = examine(hosts, tmp_path, NO_TRAINING, "--wait_s=3", addresses=addresses)
+        with slow_link(hosts, 2, "5mbit"):
+            done = examine(hosts, tmp_path, NO_TRAINING, "--wait_s=3", addresses=addresses)
     finally:
         for host, file in files.items():
             file.write_text(before[host])

@@ -41,7 +41,7 @@ from tfmulti.launch.addresses import reason
 
 # A worker that answers at all does so in this time.
 _CALL_S, _AGAIN_S = 5.0, 0.2
-# How long the measurement of the bandwidths may take, besides the wait for other workers.
+# How long the measurements of a worker may take, besides the wait for other workers.
 _MORE_S = 20.0
 # How long a call at a free port may take.
 _FREE_S = 3.0
@@ -72,7 +72,10 @@ class Network:
         self._cluster = cluster
         self._secret = f"doctor {secret_of(env)} {' '.join(cluster.addresses)}".encode()
         self._deadline_s = time.monotonic() + wait_s
-        self._wait_s, self._verdict_wait_s = wait_s, 2 * wait_s + _MORE_S
+        self._wait_s = wait_s
+        # A worker has its result after it has waited for the others and measured.
+        self._result_wait_s = wait_s + _MORE_S
+        self._verdict_wait_s = 2 * self._result_wait_s
         self._changed = threading.Condition()
         self._result: Result | None = None
         self._results: dict[int, Result] = {}
@@ -80,6 +83,7 @@ class Network:
         self.duplicate_ranks: set[int] = set()
         self._verdict: Any = None
         self._connections: dict[int, _Connection] = {}
+        self._callers: set[int] = set()
         self._slots = threading.BoundedSemaphore(_SERVED_AT_ONCE * cluster.size)
         address = cluster.addresses[cluster.rank]
         listener = listen(host_of(address), cluster.hosts, int(address.rpartition(":")[2]))
@@ -144,7 +148,9 @@ class Network:
             if 0 in self._connections:
                 self._in_background(self._send_to_chief, result)
             with self._changed:
-                self._changed.wait_for(lambda: self._verdict is not None, self._verdict_wait_s)
+                self._changed.wait_for(lambda: self._has_come(0), self._wait_s)
+                if self._has_come(0):
+                    self._changed.wait_for(lambda: self._verdict is not None, self._verdict_wait_s)
             return self._verdict
         for rank in self._connections:
             self._in_background(self._fetch, rank)
@@ -152,6 +158,9 @@ class Network:
         with self._changed:
             self._results[0] = result
             self._changed.wait_for(lambda: len(self._results) == size, self._wait_s)
+            # A worker that has come may have begun its own wait later.
+            expected = {rank for rank in range(size) if self._has_come(rank)}
+            self._changed.wait_for(lambda: expected <= set(self._results), _MORE_S)
             results = dict(self._results)
         verdict = decide(results)
         self._take_verdict(verdict)
@@ -164,6 +173,10 @@ class Network:
         # A thread of this process still answers the workers that have asked for the verdict.
         time.sleep(_AGAIN_S)
         return verdict
+
+    def _has_come(self, rank: int) -> bool:
+        """Returns whether a worker has answered, or has called this one."""
+        return rank in self._connections or rank in self._callers
 
     def check_free_ports(self) -> list[Finding]:
         """Returns the workers that are reached at their own port, but not at a free one.
@@ -219,7 +232,7 @@ class Network:
 
     def _fetch(self, rank: int) -> None:
         """Takes the result of a worker that the chief reaches."""
-        answer = self._connections[rank].ask("result", wait_s=self._wait_s)
+        answer = self._connections[rank].ask("result", wait_s=self._result_wait_s)
         self._take_result(rank, answer.get("result"))
 
     def _take_result(self, rank: int, values: Any) -> None:
@@ -270,6 +283,9 @@ class Network:
     def _serve(self, name: str, first: dict[str, Any], messages: TcpMessageConnection) -> None:
         """Answers one caller until it ends."""
         rank, asked = int(name), first
+        with self._changed:
+            self._callers.add(rank)
+            self._changed.notify_all()
         if not self._slots.acquire(blocking=False):
             messages.close()
             return
@@ -301,7 +317,7 @@ class Network:
             return {}
         if what == "result" and rank == 0:
             with self._changed:
-                self._changed.wait_for(lambda: self._result is not None, self._wait_s)
+                self._changed.wait_for(lambda: self._result is not None, self._result_wait_s)
                 result = self._result
             return {"result": None if result is None else dataclasses.asdict(result)}
         if what == "take" and is_chief:
