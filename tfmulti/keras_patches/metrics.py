@@ -6,8 +6,9 @@ of the global batch and counted once. Where `row_labels` do not tell how the val
 function depend on the rows, the function gets the rows of all replicas, and replica 0 alone counts
 the result.
 
-Keras' other metrics, such as AUC, add up values that they compute from rows. Where a step gives
-them anything but rows, each replica's new state is computed as that of a metric of the user's own.
+Keras' other metrics, such as AUC, add up values that they compute from rows. They get the rows as on
+one device. Where a step gives them anything but rows, each replica's new state is computed as that
+of a metric of the user's own.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
