@@ -21,7 +21,7 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.errors import ModelError
 
 Logs = dict[str, tf.Tensor]
-# The logs by name, in their order, of which those that are not averaged over the replicas are None.
+# The logs of a step by name, in their order. A log that is not averaged over the replicas is None.
 Means = dict[str, tf.Tensor | None]
 
 
@@ -38,7 +38,7 @@ class _Result(NamedTuple):
 
 
 class _Returned(NamedTuple):
-    """What is known of the logs that a step returned when it was traced.
+    """What the trace of a step has shown about the logs that the step returns.
 
     Attributes:
         keys: the keys of the dict.
