@@ -22,6 +22,7 @@ from tfmulti.distribution import collectives, connections, replica_threads
 from tfmulti.distribution.transport import channel, rendezvous
 from tfmulti.keras_patches import optimizers
 from tfmulti.training.input.prefetcher import Prefetcher
+from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 
 ROUND_TRIPS = {
@@ -116,13 +117,28 @@ class MixedRows(keras.Model):
         self.area.update_state(y, outputs / tf.reduce_max(outputs))
         return {"area": self.area.result()}
 
+    test_step = train_step
+
+
+def _of_mixed_rows(**options: Any) -> keras.Model:
+    inputs = keras.Input((6,))
+    with here.strategy.scope():
+        outputs = keras.layers.Dense(1, "sigmoid")(inputs)
+        model = prepare(MixedRows(inputs, outputs), **options)
+        model.compile("sgd")
+    return model
+
+
+def evaluation_of_mixed_rows() -> Any:
+    """Returns the steps in which each replica computed the whole batch."""
+    model = _of_mixed_rows()
+    model.evaluate(X, Y, batch_size=24, verbose=0)
+    return sorted(state_of(model).traced.whole_batch)
+
 
 def operations_built_again() -> Any:
     """Returns the kinds of the operations that a step computes anew, with the global batch."""
-    inputs = keras.Input((6,))
-    with here.strategy.scope():
-        model = prepare(MixedRows(inputs, keras.layers.Dense(1, "sigmoid")(inputs)), verify=False)
-        model.compile("sgd")
+    model = _of_mixed_rows(verify=False)
     fit(model, epochs=1)
     nodes = nodes_of(graph_of(model, 1))
     return Counter(node.op for node in nodes if "_of_global_batch" in node.name)

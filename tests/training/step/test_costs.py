@@ -93,6 +93,12 @@ def test_a_metric_of_mixed_rows_is_traced_once(results: list[Any]) -> None:
     assert operations == {"Max": 2, "RealDiv": 2}
 
 
+@behaviour(costs.evaluation_of_mixed_rows, at=[TWO_REPLICAS])
+def test_a_metric_of_mixed_rows_needs_no_whole_batches(results: list[Any]) -> None:
+    """How its rows depend on the batch is known."""
+    assert results == [[]]
+
+
 @behaviour(costs.inter_op_threads, at=EVERYWHERE)
 def test_workers_of_one_machine_share_its_cores(results: list[Any], place: str) -> None:
     """TensorFlow's default of 0 means as many threads as cores, on each worker."""
