@@ -92,20 +92,37 @@ class OtherKinds(OwnLogs):
         return logs if len(data) == 2 else {**logs, "alpha": 3.0}
 
 
-@pytest.mark.parametrize("make", [OtherLogs, OtherKinds])
+class OtherResults(OwnLogs):
+    """A log is the result of another metric if the batches have no targets."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        logs = self.test_step(data)
+        return logs if len(data) == 2 else {**logs, "alpha": logs["zeta"]}
+
+
+class OtherTexts(OwnLogs):
+    """A log is another text if the batches have no targets."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        texts = ["both", "two"] if len(data) == 2 else ["inputs", "one"]
+        return {**self.test_step(data), "text": texts[0], "texts": tf.constant(texts)}
+
+
+@pytest.mark.parametrize("make", [OtherLogs, OtherKinds, OtherResults, OtherTexts])
 def test_logs_belong_to_the_structure_of_the_data(make: Any) -> None:
     """The last `fit` is traced anew, for a dataset, and calls the step of the first trace."""
 
-    def losses(model: keras.Model) -> list[dict[str, Any]]:
+    def logs_of(model: keras.Model) -> str:
         inputs = tf.data.Dataset.from_tensors((X,))
         both = tf.data.Dataset.from_tensors((X, Y))
-        return [
+        histories = [
             model.fit(X, Y, verbose=0).history,
             model.fit(inputs, verbose=0).history,
             model.fit(both, verbose=0).history,
         ]
+        return str(histories)
 
-    plain, prepared = (losses(model) for model in plain_and_prepared(make))
+    plain, prepared = (logs_of(model) for model in plain_and_prepared(make))
     assert prepared == plain
 
 

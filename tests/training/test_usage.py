@@ -205,6 +205,7 @@ MISTAKES = [
     (numbers.stateful_lstm, "ModelError", "keeps a state for each row"),
     (numbers.result_that_changes_the_state, "ModelError", "changes its variable 'halved/total'"),
     (numbers.metric_of_a_bool, "ModelError", "'above/seen' is a bool"),
+    (custom_steps.a_text_of_the_inputs, "ModelError", "'text' is a text that the step computes"),
 ]
 
 
@@ -221,6 +222,19 @@ def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> N
     for kind, message in errors:
         assert kind == error
         assert part in message
+
+
+@pytest.mark.parametrize("case", ["graph", "eager"])
+@behaviour(custom_steps.texts_that_count_calls, at=[TWO_REPLICAS])
+def test_other_logs_on_each_replica_are_refused(errors: list[list[str]]) -> None:
+    assert [kind for kind, _ in errors] == ["ModelError"]
+    assert "returns other logs on each replica" in errors[0][1]
+
+
+@pytest.mark.parametrize("case", ["eager"])
+@behaviour(custom_steps.texts_that_count_calls, at=[ONE_DEVICE])
+def test_an_eager_step_may_return_another_text_each_time(results: list[Any]) -> None:
+    assert results == ["[array(b'call 3', dtype=object)]"]
 
 
 @behaviour(

@@ -155,3 +155,34 @@ def learning_rate_halved_by_a_callback() -> Any:
 
     fit(classifier(), callbacks=[Halves()])
     return found
+
+
+class TextLogs(keras.Model):
+    """A train_step whose logs have a text."""
+
+    calls = 0
+    counts = True
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        logs = super().train_step(data)
+        self.calls += 1
+        of_inputs = tf.strings.as_string(data[0][0, 0])
+        return {**logs, "text": f"call {self.calls}" if self.counts else of_inputs}
+
+
+def _text_logs(*, counts: bool, eagerly: bool = False) -> Any:
+    with here.strategy.scope():
+        inputs = keras.Input((3,))
+        model = prepare(TextLogs(inputs, keras.layers.Dense(1)(inputs)), verify=False)
+        model.counts = counts
+        model.compile("sgd", "mse", run_eagerly=eagerly)
+    history = model.fit(PARTS[0], PARTS[1][:, :1], batch_size=12, verbose=0).history
+    return str(history["text"])
+
+
+def a_text_of_the_inputs() -> Any:
+    return _text_logs(counts=False)
+
+
+def texts_that_count_calls(case: str) -> Any:
+    return _text_logs(counts=True, eagerly=case == "eager")

@@ -192,9 +192,7 @@ def _combined(logs: Sequence[Means], weights: Sequence[tf.Tensor]) -> Means:
     """Returns the mean of the passes' logs, weighted by their rows."""
     total = tf.add_n(list(weights))
 
-    def mean(values: Sequence[Any]) -> tf.Tensor | None:
-        if values[-1] is None:
-            return None
+    def mean(*values: tf.Tensor) -> tf.Tensor:
         floats = [v if v.dtype.is_floating else tf.cast(v, tf.float32) for v in values]
         weighted = [
             tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
@@ -202,4 +200,5 @@ def _combined(logs: Sequence[Means], weights: Sequence[tf.Tensor]) -> Means:
         ]
         return tf.math.divide_no_nan(tf.add_n(weighted), tf.cast(total, floats[-1].dtype))
 
-    return {name: mean([of_pass[name] for of_pass in logs]) for name in logs[-1]}
+    means: Means = tf.nest.map_structure(mean, *logs)
+    return means

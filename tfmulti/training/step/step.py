@@ -218,6 +218,8 @@ def make_step(
         return results, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
 
     def one_step(batch: WorkerBatch) -> Any:
+        if logs is not None:
+            logs.begin()
         python_state = random.getstate()
         states: dict[int, str] = {}
         if has_labels:

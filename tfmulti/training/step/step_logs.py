@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmulti.distribution import global_values
@@ -21,8 +22,9 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.errors import ModelError
 
 Logs = dict[str, tf.Tensor]
-# The logs of a step by name, in their order. A log that is not averaged over the replicas is None.
-Means = dict[str, tf.Tensor | None]
+# The logs that are averaged over the replicas, by name. The key is the number of the trace that
+# they come from (`StepLogs.begin`).
+Means = dict[int, dict[str, tf.Tensor]]
 
 
 class _Result(NamedTuple):
@@ -41,11 +43,13 @@ class _Returned(NamedTuple):
     """What the trace of a step has shown about the logs that the step returns.
 
     Attributes:
+        names: the names of all logs, in their order.
         keys: the keys of the dict.
         results: for each log that is the result of a metric, that result, by the log's name.
         constants: for each log that is None or a text, that value, by the log's name.
     """
 
+    names: list[str]
     keys: set[str]
     results: dict[str, _Result]
     constants: dict[str, Any]
@@ -61,9 +65,17 @@ class StepLogs:
         # The updates by thread and metric, because each replica is traced in a thread of its own.
         self._updates: dict[tuple[int, int], int] = {}
         self._tracing = 0
-        # By `_form`. A step may return other logs for data of another structure, and the trace of
-        # an execution may call a step that was traced for an earlier structure.
-        self._returned: dict[frozenset[tuple[str, bool]], _Returned] = {}
+        # By the number of the trace. A step may return other logs for data of another structure,
+        # and the trace of an execution may call a step that was traced for an earlier structure.
+        self._returned: list[_Returned | None] = []
+
+    def begin(self) -> None:
+        """Notes that a new trace of the step begins, or an eager step, on all local replicas."""
+        self._noted, self._updates = [], {}
+        if tf.executing_eagerly():
+            # Nothing reads the logs of an earlier eager step.
+            self._returned = []
+        self._returned.append(None)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -73,7 +85,6 @@ class StepLogs:
         """
         metrics = list(self._model.metrics)
         if not self._tracing:
-            self._noted = []
             for number, metric in enumerate(metrics):
                 vars(metric)["result"] = self._noting_result(number, metric.result)
                 vars(metric)["update_state"] = self._counting(number, metric.update_state)
@@ -113,19 +124,19 @@ class StepLogs:
         return self._updates.get((threading.get_ident(), number), 0)
 
     def taken(self, logs: Any, replica_slice: ReplicaSlice) -> Means:
-        """Returns a replica's logs of a step by name, and notes which are results of metrics.
+        """Returns a replica's logs of a step that are to be averaged over the replicas by rows.
 
-        Call it inside `recorded`, before the metrics change again. The mean of a log over the
-        replicas, by rows, is the value of one device. In place of the results of metrics and of
-        texts there is None, and `final` sets them.
+        Call it inside `recorded`, before the metrics change again. `final` adds the other logs,
+        which are results of metrics, texts or None.
 
         Raises:
-            ModelError: a log is a text that the step computes from its inputs.
+            ModelError: a log is a text that the step computes from its inputs, or the step returns
+                other logs on each replica.
         """
         flat = flattened(logs)
         results: dict[str, _Result] = {}
         constants: dict[str, Any] = {}
-        means: Means = dict.fromkeys(flat)
+        means: dict[str, tf.Tensor] = {}
         for name, value in flat.items():
             result = self._result_of(value)
             if value is None or tf.convert_to_tensor(value).dtype == tf.string:
@@ -135,8 +146,14 @@ class StepLogs:
             else:
                 results[name] = result
         keys = set(logs) if isinstance(logs, Mapping) else set()
-        self._returned[_form(means)] = _Returned(keys, results, constants)
-        return means
+        returned = _Returned(list(flat), keys, results, constants)
+        if self._returned[-1] not in (None, returned):
+            raise ModelError(
+                "the step returns other logs on each replica. Names of logs, and texts, must not "
+                "depend on Python values that change with each call of the step."
+            )
+        self._returned[-1] = returned
+        return {len(self._returned) - 1: means}
 
     def _result_of(self, value: Any) -> _Result | None:
         """Returns the metric's result that a value is, if the metric has not been updated since."""
@@ -155,40 +172,45 @@ class StepLogs:
         Args:
             means: what `taken` returned, with the means over the replicas.
         """
-        keys, results_by_name, constants = self._returned[_form(means)]
+        ((number, averaged),) = means.items()
+        returned = self._returned[number]
+        assert returned is not None
         metrics = list(self._model.metrics)
-        in_use = sorted({result.metric for result in results_by_name.values()})
-        computed = {number: metrics[number].result() for number in in_use}
+        in_use = sorted({result.metric for result in returned.results.values()})
+        computed = {metric: metrics[metric].result() for metric in in_use}
 
         def value(result: _Result) -> Any:
             values = computed[result.metric]
             # A metric may return its variable, which has the summed state only inside this call.
             return tf.convert_to_tensor(values if result.key is None else values[result.key])
 
-        results = {name: value(result) for name, result in results_by_name.items()}
-        logs: Logs = means | results | constants
+        results = {name: value(result) for name, result in returned.results.items()}
+        constants = {
+            name: None if value is None else tf.constant(value)
+            for name, value in returned.constants.items()
+        }
+        by_name = averaged | results | constants
+        logs: Logs = {name: by_name[name] for name in returned.names}
         if set(results) != set(logs):
             of_metrics = self._model.get_metrics_result()
-            if set(of_metrics) == keys:
+            if set(of_metrics) == returned.keys:
                 of_epoch = flattened(of_metrics).items()
                 return logs, {name: tf.convert_to_tensor(v) for name, v in of_epoch}
         return logs, logs
 
 
-def _form(means: Means) -> frozenset[tuple[str, bool]]:
-    """Returns the names of the logs, and whether each is averaged over the replicas."""
-    return frozenset((name, value is not None) for name, value in means.items())
-
-
 def _constant(name: str, value: Any) -> Any:
     """Returns a log that is None or a text, which must be the same in each step."""
-    constant = None if value is None else tf.get_static_value(tf.convert_to_tensor(value))
-    if constant is None and value is not None:
+    if value is None:
+        return None
+    constant = tf.get_static_value(tf.convert_to_tensor(value))
+    if constant is None:
         raise ModelError(
             f"the log {name!r} is a text that the step computes. Replicas can only return numbers "
             "and constant texts, so return a number."
         )
-    return constant
+    # Lists can be compared, and arrays only element by element.
+    return np.asarray(constant).tolist()
 
 
 def flattened(logs: Any) -> dict[str, Any]:

@@ -84,8 +84,7 @@ class Totals(NamedTuple):
         # If TensorFlow takes the next step's data while this step runs, no step waits. On a GPU a
         # step has ended when its results can be copied to the host.
         with tf.device("CPU:0"):
-            tensors = tf.nest.flatten(logs, expand_composites=True)
-            done = [tf.identity(tensor) for tensor in tensors if tensor is not None]
+            done = [tf.identity(log) for log in tf.nest.flatten(logs, expand_composites=True)]
         with tf.control_dependencies(done):
             return self._replace(free_since=now())
 
@@ -222,12 +221,11 @@ class Summary:
         digests = digest_by_rank(batch, local, placement)
         own_waited_s = waited_s = tf.cast(totals.waited_s, tf.float32)
         lost = tf.cast(totals.lost if local == 0 else 0, tf.float32)
-        averaged = {name: value for name, value in logs.items() if value is not None}
-        parts = [_part(value, weight) for value in averaged.values()]
+        parts = [_part(value, weight) for value in tf.nest.flatten(logs)]
         final, sums = replica_context.global_metrics(
             replica_context.metric_variables(self._model),
             metrics,
-            lambda sums: self._logs.final(logs | dict(zip(averaged, sums, strict=False))),
+            lambda sums: self._logs.final(tf.nest.pack_sequence_as(logs, sums[: len(parts)])),
             [*parts, votes, digests, lost, waited_s, *changes],
         )
         counted, digests, lost, waited_s = sums[len(parts) : len(parts) + 4]
