@@ -64,7 +64,7 @@ def xla_compiled(model: keras.Model, step: Step, name: str) -> Step:
     is_requested = is_chosen and (chosen is not None or not sees_gpu)
     obstacle = _obstacle(model, name, is_alone)
     if obstacle is None:
-        return _by_xla(model, step, name, is_requested)
+        return _by_xla(model, step, name, is_requested, is_alone)
     if is_requested:
         _warn(obstacle)
     return step
@@ -83,9 +83,8 @@ def _obstacle(model: keras.Model, name: str, is_alone: bool) -> str | None:
     return "a layer does not support it"
 
 
-def _by_xla(model: keras.Model, step: Step, name: str, is_requested: bool) -> Step:
+def _by_xla(model: keras.Model, step: Step, name: str, is_requested: bool, is_alone: bool) -> Step:
     """Returns a step that XLA compiles. If tracing shows an obstacle, it runs without XLA."""
-    is_alone = model.distribute_strategy.num_replicas_in_sync == 1
 
     def run(data: Any) -> Any:
         # `predict` may build layers, which draw their first weights while the step is traced.
