@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import layers
 
 from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd
@@ -49,6 +50,45 @@ def eager_steps() -> Made:
     """Steps that run eagerly."""
     given = {"optimizer": sgd(), "loss": SPARSE, "run_eagerly": True, "metrics": ["accuracy"]}
     return Made(classifier(layers.Dropout(0.2)), given, fit(X, Y, epochs=1))
+
+
+class Fading(layers.Layer):
+    """Multiplies by a number that becomes smaller with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, inputs: Any) -> Any:
+        self.calls += 1
+        return inputs / (1 + 0.1 * self.calls)
+
+
+class Counting(keras.Model):
+    """Counts its updates by a Python number, which decides what a step does."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.updates = 0
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for _ in range(2 if self.updates % 3 else 1):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x)) / (1 + self.updates)
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            self.updates += 1
+        return {"loss": loss, "updates": self.updates}
+
+
+@program("Keras: compile(run_eagerly=True), with a counter of the steps")
+def eager_steps_that_count_in_python() -> Made:
+    """Eager steps with one or two updates, as a Python number decides, and a layer that counts."""
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(3, "softmax")(Fading()(layers.Dense(5, "tanh")(inputs)))
+    given = {"optimizer": sgd(), "loss": SPARSE, "run_eagerly": True}
+    return Made(Counting(inputs, outputs), given, fit(X, Y))
 
 
 @program("Keras: compile(steps_per_execution)")

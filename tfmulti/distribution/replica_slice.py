@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -41,6 +41,7 @@ class ReplicaSlice(NamedTuple):
         model: the model whose step is traced.
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.
+        own_objects: the objects of the model whose classes are the user's own.
     """
 
     weight: tf.Tensor
@@ -57,6 +58,7 @@ class ReplicaSlice(NamedTuple):
     note_trusted: Callable[[str], None] = lambda reason: None
     model: Any = None
     states: Mapping[int, str] = MappingProxyType({})
+    own_objects: Sequence[Any] = ()
 
     def alone(self) -> ReplicaSlice:
         """Returns the same slice, marked as the whole global batch.

@@ -24,7 +24,13 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.ops import cond as cond_module
 
-from tfmulti.distribution import batch_dependent_layers, custom_steps, global_values, row_labels
+from tfmulti.distribution import (
+    batch_dependent_layers,
+    custom_steps,
+    global_values,
+    python_attributes,
+    row_labels,
+)
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.metrics import part_of_state
@@ -114,17 +120,20 @@ def _condition(
 def _merge_call(
     original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs `merge_call`, and keeps the tensors that this replica's trace has left on layers.
+    """Runs `merge_call`, and keeps what this replica's step has left on layers.
 
-    While one replica waits in `merge_call`, the other replicas of the process trace the same
-    layers and leave their own losses there. Afterwards each layer gets this replica's back.
+    While one replica waits in `merge_call`, the other replicas of the process run the Python code
+    of the same layers, and leave their own losses and numbers there. Afterwards each layer gets
+    this replica's back.
     """
-    if replica_slice.model is None or tf.executing_eagerly():
-        return original(*args, **kwargs)
-    states = [(layer, _left_by_trace(layer)) for layer in layers_of(replica_slice.model)]
+    numbers = python_attributes.read(replica_slice.own_objects)
+    is_traced = replica_slice.model is not None and not tf.executing_eagerly()
+    layers = layers_of(replica_slice.model) if is_traced else []
+    states = [(layer, _left_by_trace(layer)) for layer in layers]
     result = original(*args, **kwargs)
     for layer, state in states:
         vars(layer).update(state)
+    python_attributes.restore(numbers)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -160,21 +161,21 @@ def learning_rate_halved_by_a_callback() -> Any:
 class TextLogs(keras.Model):
     """A train_step whose logs have a text."""
 
-    calls = 0
     counts = True
+    # Not a number, which all replicas would begin with.
+    calls: Any = None
 
     def train_step(self, data: Any) -> dict[str, Any]:
         logs = super().train_step(data)
-        self.calls += 1
         of_inputs = tf.strings.as_string(data[0][0, 0])
-        return {**logs, "text": f"call {self.calls}" if self.counts else of_inputs}
+        return {**logs, "text": f"call {next(self.calls)}" if self.counts else of_inputs}
 
 
 def _text_logs(*, counts: bool, eagerly: bool = False) -> Any:
     with here.strategy.scope():
         inputs = keras.Input((3,))
         model = prepare(TextLogs(inputs, keras.layers.Dense(1)(inputs)), verify=False)
-        model.counts = counts
+        model.counts, model.calls = counts, itertools.count(1)
         model.compile("sgd", "mse", run_eagerly=eagerly)
     history = model.fit(PARTS[0], PARTS[1][:, :1], batch_size=12, verbose=0).history
     return str(history["text"])

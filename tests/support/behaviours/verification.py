@@ -501,6 +501,47 @@ def verified_with_an_optimizer_that_is_not_built(mode: str) -> Any:
     return [state_of(model).verification.verdict, history["loss"]]
 
 
+class Counting(keras.Model):
+    """A step that divides its loss by the number of its calls, counted in Python."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.calls, self.squares = 0, False
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.calls += 1
+        with tf.GradientTape() as tape:
+            found = tf.reduce_mean(_from_logits(y, self(x, training=True)))
+            loss = (found**2 if self.squares else found) / self.calls
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss, "calls": self.calls}
+
+
+def _counting(*, eagerly: bool, squares: bool = False) -> Any:
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = prepare(Counting(inputs, keras.layers.Dense(3)(inputs)))
+        model.squares = squares
+        model.compile("sgd", run_eagerly=eagerly)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = fit(model)
+    told = [str(w.message) for w in caught if "in Python" in str(w.message)]
+    return [history, told]
+
+
+def steps_counted_in_python(mode: str) -> Any:
+    """Returns the history, with "eager" steps or in a "graph", and the warnings."""
+    return _counting(eagerly=mode == "eager")
+
+
+def wrong_steps_counted_in_python() -> Any:
+    return _counting(eagerly=True, squares=True)
+
+
 class Checked(keras.Model):
     """A model whose step passes its inputs through a `check` that changes nothing."""
 

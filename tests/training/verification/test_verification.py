@@ -135,6 +135,23 @@ def test_an_optimizer_is_built_with_empty_slots(results: list[Any], one_device: 
         assert [verdict, losses] == ["same", pytest.approx(one_device[1], rel=1e-5)]
 
 
+@pytest.mark.parametrize("case", ["graph", "eager"])
+@behaviour(verification.steps_counted_in_python, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_all_replicas_count_as_one_device(results: list[Any], one_device: Any, case: str) -> None:
+    is_told = [bool(told) for _, told in results]
+    # The chief warns, once for each function that it traces.
+    assert is_told == [case == "graph"] + [False] * (len(results) - 1)
+    for history, _ in results:
+        assert history["calls"] == one_device[0]["calls"]
+        assert history["loss"] == pytest.approx(one_device[0]["loss"], rel=1e-5)
+
+
+@behaviour(verification.wrong_steps_counted_in_python, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_a_number_that_counts_is_not_taken_for_rounding(errors: list[list[str]]) -> None:
+    for error, message in errors:
+        assert (error, "differs from one device" in message) == ("VerificationError", True)
+
+
 @pytest.mark.parametrize("case", ["", "rows", "printed", "looped"])
 @behaviour(verification.rows_of_one_device, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_one_device_first_computes_one_row(results: list[Any], case: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmulti.distribution import python_attributes
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.errors import ModelError, TfmultiError, without_layer
 from tfmulti.keras_patches.classes import original_classes
@@ -152,6 +153,27 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
         ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
             there are several replicas, and a layer is stateful or a metric's variable is a bool.
     """
+    with _attributes_kept(model):
+        _build(model, specs, optimizers=optimizers)
+    check_scope(model)
+    check_metrics_add_up(model)
+    check_rows_are_free(model)
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: keras.Model) -> Iterator[None]:
+    """Keeps Python attributes of a model that runs eagerly as they are, inside the context.
+
+    Plain Keras runs the Python code of such a model for batches only.
+    """
+    objects = relocation.find(model).own_objects if model.run_eagerly else []
+    attributes = python_attributes.read(objects)
+    yield
+    python_attributes.restore(attributes)
+
+
+def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
+    """Builds the parts of a model, for `build`."""
     _build_by_own_step(model, specs)
     several = model.distribute_strategy.num_replicas_in_sync > 1
     # A step with several optimizers updates some of the weights by each. Keras would build the
@@ -175,9 +197,6 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
         build_optimizers(model, specs)
     if several:
         _build_metrics(model, specs)
-    check_scope(model)
-    check_metrics_add_up(model)
-    check_rows_are_free(model)
 
 
 def explain(model: keras.Model, specs: Any, error: Exception) -> None:

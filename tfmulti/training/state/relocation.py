@@ -28,6 +28,7 @@ from tfmulti.cluster.environments import described
 from tfmulti.distribution import strategies
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ClusterError, ModelError
+from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.keras_patches.tracing import eager_mode
 from tfmulti.keras_patches.variables import (
     attributes_of,
@@ -93,6 +94,11 @@ class State:
     def optimizers(self) -> list[Any]:
         """The optimizers among the objects."""
         return [owner for owner in self.objects if isinstance(owner, keras.optimizers.Optimizer)]
+
+    @property
+    def own_objects(self) -> list[Any]:
+        """The objects whose classes are not Keras', but the user's own."""
+        return [owner for owner in self.objects if not is_of_keras(type(owner))]
 
     @property
     def models_and_optimizers(self) -> list[Any]:

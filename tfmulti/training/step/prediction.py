@@ -13,6 +13,7 @@ from tfmulti.distribution import (
     collectives,
     connections,
     global_values,
+    python_attributes,
     replica_context,
     row_labels,
 )
@@ -26,6 +27,8 @@ from tfmulti.training.input.worker_batch import Ahead, BatchQueue
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import (
+    found_in,
+    from_the_same_state,
     next_batch,
     slice_in_step,
     step_of,
@@ -104,8 +107,10 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 own_rows = functools.partial(global_values.own_rows, replica_slice)
                 return tf.nest.map_structure(own_rows, step(data))
 
+        attributes = python_attributes.read(found_in(model).own_objects)
+        on_replica = from_the_same_state(replica_step, attributes)
         by_replica = whole_batch.traced(
-            model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
+            model, "predict_step", lambda: run_on_replicas(strategy, on_replica)
         )
         share_generator(seeds)
         if placement.workers > 1:

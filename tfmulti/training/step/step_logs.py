@@ -150,7 +150,8 @@ class StepLogs:
         if self._returned[-1] not in (None, returned):
             raise ModelError(
                 "the step returns other logs on each replica. Names of logs, and texts, must not "
-                "depend on Python values that change with each call of the step."
+                "depend on Python values that change with each call of the step. Only numbers and "
+                "texts that are attributes of the model or its layers may change."
             )
         self._returned[-1] = returned
         return {len(self._returned) - 1: means}

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.distribution import python_attributes
+from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.keras_patches.random_numbers import made_global_generator
 from tfmulti.keras_patches.tracing import nodes_of, optimized_once, traces_of
 from tfmulti.keras_patches.variables import tf_variable_of
@@ -54,6 +56,7 @@ class PlainRun:
         model: the model, inside `relocation.on_one_device`.
         variables: the plain variables, by name.
         begin: the values of the variables at the beginning, by name.
+        attributes: the numbers and texts that objects of the model held at the beginning.
         drawn_by: the state from which draws without a seed begin, or None.
         unit: the last digit with which the model computes (`comparison.compare`).
     """
@@ -63,11 +66,12 @@ class PlainRun:
         model: keras.Model,
         variables: Mapping[str, tf.Variable],
         begin: Values,
+        attributes: Attributes,
         drawn_by: np.ndarray | None,
         unit: float,
     ) -> None:
         self._model, self._variables, self._begin = model, variables, begin
-        self._drawn_by, self._unit = drawn_by, unit
+        self._attributes, self._drawn_by, self._unit = attributes, drawn_by, unit
         # The ids of the plain variables that are trained. Keras' variables hold these inside
         # `on_one_device`. The second run perturbs them.
         self._trained = {id(tf_variable_of(v)) for v in model.trainable_variables}
@@ -90,6 +94,7 @@ class PlainRun:
                 when it is first run, which takes longer than the run itself. One row needs so
                 little memory that the replicas may compute at the same time.
         """
+        python_attributes.restore(self._attributes)
         leaves = tf.nest.flatten(batch)
         if not (
             may_run and all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves)
@@ -161,7 +166,8 @@ class PlainRun:
         return step(batch)
 
     def _reset(self, is_perturbed: bool) -> None:
-        """Gives the variables their values at the beginning, or perturbed weights."""
+        """Gives variables and attributes their values at the beginning, or perturbs the weights."""
+        python_attributes.restore(self._attributes)
         self._perturbs.assign(is_perturbed)
         rng = np.random.default_rng(19)
         for name, variable in self._variables.items():
@@ -188,31 +194,6 @@ def flat(logs: Any) -> list[tuple[str, Any]]:
         ]
     is_number = isinstance(logs, (tf.Tensor, np.generic, float, int))
     return [("", logs)] if is_number and getattr(logs, "dtype", None) != tf.string else []
-
-
-# Objects, each with its attributes that are numbers or texts.
-Attributes = list[tuple[Any, dict[str, Any]]]
-
-
-def attributes_of(state: relocation.State) -> Attributes:
-    """Returns the numbers and texts that the objects of a model hold as Python attributes."""
-    kinds = (int, float, str)
-    return [
-        (owner, {name: v for name, v in vars(owner).items() if isinstance(v, kinds)})
-        for owner in state.objects
-    ]
-
-
-def set_attributes(attributes: Attributes) -> None:
-    """Restores the numbers and texts that a step has changed in objects.
-
-    Booleans keep their new value: a layer that was built stays built.
-    """
-    for owner, before in attributes:
-        for name, value in before.items():
-            current = vars(owner).get(name)
-            if type(current) is type(value) and current != value and not isinstance(value, bool):
-                owner.__dict__[name] = value
 
 
 def random_operations(step: Any) -> tuple[tuple[str, ...], str | None]:

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.distribution import python_attributes
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, step_replaced
@@ -48,10 +49,8 @@ from tfmulti.training.verification.plain_run import (
     PlainResult,
     PlainRun,
     Values,
-    attributes_of,
     flat,
     random_operations,
-    set_attributes,
 )
 
 # A learning rate of 0, with which a warm-up may begin, would hide errors of the gradients. This
@@ -97,6 +96,7 @@ class StepComparison:
         """
         model = self._model
         self._python = random.getstate()
+        self._attributes = python_attributes.read(relocation.find(model).objects)
         self._trace()
         # The trace may have drawn random numbers. Keras draws these once, too, so the generators
         # keep their present states.
@@ -105,7 +105,6 @@ class StepComparison:
         self._drawn_by = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
         self._state = relocation.find(model, seeds or global_generator())
         originals = relocation.values_of(self._state)
-        attributes = attributes_of(self._state)
         try:
             model.reset_metrics()
             _avoid_zero_rates(self._state)
@@ -114,7 +113,7 @@ class StepComparison:
         finally:
             relocation.set_values(self._state, originals)
             if model.run_eagerly:
-                set_attributes(attributes)
+                python_attributes.restore(self._attributes)
             if not self._trial.runs_user_code:
                 run_state.set_random_states(generators)
 
@@ -145,6 +144,8 @@ class StepComparison:
             difference, and the reason.
         """
         begun = time.perf_counter()
+        if self._model.run_eagerly:
+            python_attributes.restore(self._attributes)
         self._trace()
         with ThreadPoolExecutor(1, "tfmulti-verify") as thread:
             on_replicas = thread.submit(self._take_on_replicas)
@@ -199,7 +200,7 @@ class StepComparison:
         Returns:
             The numbers after both runs, and an empty text; or nothing, and the reason.
         """
-        attributes = attributes_of(self._state)
+        attributes = python_attributes.read(self._state.objects)
         batches = self._trial.batches
         try:
             with self._alone() as alone:
@@ -216,7 +217,7 @@ class StepComparison:
             words = " ".join(str(error).split())
             return [], f"{type(error).__name__}: {words[:400]}"
         finally:
-            set_attributes(attributes)
+            python_attributes.restore(attributes)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[PlainRun]:
@@ -232,7 +233,9 @@ class StepComparison:
             if not self._trial.runs_user_code:
                 random.setstate(self._python)
             variables = {name: plain[id(v)] for name, v in named.items()}
-            yield PlainRun(self._model, variables, self._begin, self._drawn_by, self._unit)
+            yield PlainRun(
+                self._model, variables, self._begin, self._attributes, self._drawn_by, self._unit
+            )
 
     def _differences(
         self,
@@ -320,10 +323,11 @@ class StepComparison:
             seeds = step_generator(model)
             with step_replaced(model, recording.returning_notes(step, replicas_notes.append)):
                 one_step = steps.make_step(model, seeds, None, training=True)
+            python_attributes.restore(self._attributes)
             noted, _ = one_step(worker_batch)
             of_replicas = [self._of_replica(noted, i) for i in range(self.placement.local_replicas)]
             relocation.set_values(self._state, self._begin)
-            attributes = attributes_of(self._state)
+            attributes = python_attributes.read(self._state.objects)
             try:
                 with self._alone() as alone:
                     step = steps.step_of(model, "train_step")
@@ -335,7 +339,7 @@ class StepComparison:
             except Exception:
                 return None
             finally:
-                set_attributes(attributes)
+                python_attributes.restore(attributes)
         if not replicas_notes:
             return None
         indices = {key: index for index, key in enumerate(replicas_notes[0].keys)}
