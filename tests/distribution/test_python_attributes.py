@@ -41,12 +41,16 @@ class Critic(keras.Model):
 def test_numbers_and_texts_are_restored_and_booleans_stay() -> None:
     model = Critic()
     before = python_attributes.read([model])
+    assert python_attributes.first_change(before, of_booleans=True) is None
     assert python_attributes.first_change(before) is None
     model(np.ones([2, 3]))
     assert python_attributes.first_change(before) == "Critic.calls"
+    assert python_attributes.first_change(before, of_booleans=True) == "Critic.is_first"
     python_attributes.restore(before)
     assert (model.calls, model.rate, model.phase, model.is_first) == (0, 1.0, "warm up", False)
     assert model.built
+    model.is_first = True
+    assert python_attributes.first_change(before, of_booleans=True) is None
 
 
 def test_what_a_build_sets_stays() -> None:

@@ -8,8 +8,11 @@ it has waited for the other replicas.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
+
+import keras
 
 # Objects, each with its attributes that are numbers or texts.
 Attributes = list[tuple[Any, dict[str, Any]]]
@@ -38,13 +41,28 @@ def restore(attributes: Attributes) -> None:
     Booleans keep their new value: a layer that was built stays built.
     """
     for owner, name, value in _changes(attributes):
-        vars(owner)[name] = value
+        if not isinstance(value, bool):
+            vars(owner)[name] = value
 
 
-def first_change(attributes: Attributes) -> str | None:
-    """Returns the first attribute that has changed since `read`, as `Critic.steps`, or None."""
-    changes = ((owner, name) for owner, name, _ in _changes(attributes))
-    return next((f"{type(owner).__name__}.{name}" for owner, name in changes), None)
+def first_change(attributes: Attributes, *, of_booleans: bool = False) -> str | None:
+    """Returns the first attribute that has changed since `read`, as `Critic.steps`, or None.
+
+    Args:
+        attributes: what `read` returned.
+        of_booleans: whether to look at Booleans, without those of Keras such as `built`, or at
+            numbers and texts.
+    """
+    for owner, name, value in _changes(attributes):
+        if isinstance(value, bool) == of_booleans and not (of_booleans and name in _of_keras()):
+            return f"{type(owner).__name__}.{name}"
+    return None
+
+
+@functools.cache
+def _of_keras() -> frozenset[str]:
+    """Returns the names of the attributes that every model has."""
+    return frozenset(vars(keras.Model(name="any")))
 
 
 def _changes(attributes: Attributes) -> Iterable[tuple[Any, str, Any]]:
@@ -52,5 +70,5 @@ def _changes(attributes: Attributes) -> Iterable[tuple[Any, str, Any]]:
     for owner, before in attributes:
         for name, value in before.items():
             current = vars(owner).get(name)
-            if type(current) is type(value) and current != value and not isinstance(value, bool):
+            if type(current) is type(value) and current != value:
                 yield owner, name, value

@@ -506,11 +506,12 @@ class Counting(keras.Model):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.calls, self.squares = 0, False
+        self.calls, self.squares, self.switches, self.is_first = 0, False, False, True
 
     def train_step(self, data: Any) -> Any:
         x, y = data
         self.calls += 1
+        self.is_first = not self.switches
         with tf.GradientTape() as tape:
             found = tf.reduce_mean(_from_logits(y, self(x, training=True)))
             loss = (found**2 if self.squares else found) / self.calls
@@ -519,12 +520,12 @@ class Counting(keras.Model):
         return {"loss": loss, "calls": self.calls}
 
 
-def _counting(*, eagerly: bool, squares: bool = False) -> Any:
+def _counting(*, eagerly: bool, squares: bool = False, switches: bool = False) -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         inputs = keras.Input((6,))
         model = prepare(Counting(inputs, keras.layers.Dense(3)(inputs)))
-        model.squares = squares
+        model.squares, model.switches = squares, switches
         model.compile("sgd", run_eagerly=eagerly)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -536,6 +537,10 @@ def _counting(*, eagerly: bool, squares: bool = False) -> Any:
 def steps_counted_in_python(mode: str) -> Any:
     """Returns the history, with "eager" steps or in a "graph", and the warnings."""
     return _counting(eagerly=mode == "eager")
+
+
+def an_eager_step_that_switches_a_boolean() -> Any:
+    return _counting(eagerly=True, switches=True)
 
 
 def wrong_steps_counted_in_python() -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, verification
-from tests.support.places import EVERYWHERE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
+from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
 
 pytestmark = pytest.mark.multiworker
 
@@ -144,6 +144,13 @@ def test_all_replicas_count_as_one_device(results: list[Any], one_device: Any, c
     for history, _ in results:
         assert history["calls"] == one_device[0]["calls"]
         assert history["loss"] == pytest.approx(one_device[0]["loss"], rel=1e-5)
+
+
+@behaviour(verification.an_eager_step_that_switches_a_boolean, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_boolean_that_an_eager_step_switches_is_told(results: list[Any], place: str) -> None:
+    [(_, told)] = results
+    assert len(told) == (place == TWO_REPLICAS)
+    assert all("changes Counting.is_first in Python. Each replica" in words for words in told)
 
 
 @behaviour(verification.wrong_steps_counted_in_python, at=few(TWO_REPLICAS, of=SEVERAL))

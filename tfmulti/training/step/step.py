@@ -241,7 +241,7 @@ def make_step(
             results = run_on_replicas(strategy, on_replica)
         else:
             results = whole_batch.traced(model, name, lambda: run_on_replicas(strategy, on_replica))
-        if logs is not None and not model.run_eagerly:
+        if logs is not None:
             warn_of_change(model, name, attributes)
         share_generator(seeds)
         return results
@@ -279,15 +279,23 @@ def from_the_same_state(compute: Callable[[], Any], attributes: Attributes) -> C
 
 
 def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> None:
-    """Warns on the chief if a compiled step has changed an attribute while it was traced."""
-    changed = python_attributes.first_change(attributes)
-    if changed is not None and placement_of(model.distribute_strategy).is_chief:
-        warnings.warn(
-            f"the {step} changes {changed} in Python. A compiled step does so only while it is "
-            "traced, and tfmulti traces at other times than plain Keras. Count in a variable "
-            "(self.add_weight), or compile with run_eagerly=True.",
-            stacklevel=2,
+    """Warns on the chief if a step has changed an attribute that may differ from one device.
+
+    A compiled step has changed it while it was traced. In an eager step only Booleans differ.
+    """
+    changed = python_attributes.first_change(attributes, of_booleans=model.run_eagerly)
+    if changed is None or not placement_of(model.distribute_strategy).is_chief:
+        return
+    reason = (
+        "A compiled step does so only while it is traced, and tfmulti traces at other times than "
+        "plain Keras. Count in a variable (self.add_weight), or compile with run_eagerly=True."
+    )
+    if model.run_eagerly:
+        reason = (
+            "Each replica runs this code, and finds the Boolean that the one before has left. Use "
+            "a number, such as 0 or 1, with which all replicas begin."
         )
+    warnings.warn(f"the {step} changes {changed} in Python. {reason}", stacklevel=2)
 
 
 def warn_of_unknown(model: keras.Model, step: str) -> None:
