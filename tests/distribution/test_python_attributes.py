@@ -9,6 +9,21 @@ import numpy as np
 
 from tfmulti.distribution import python_attributes
 
+X = np.ones([2, 3])
+
+
+class Critic(keras.Model):
+    """Has no `build` of its own, and changes numbers and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.rate, self.phase, self.missing = 0, 1, "warm up", float("nan")
+
+    def call(self, inputs: Any) -> Any:
+        self.calls += 1
+        self.rate, self.phase = 0.5, "train"
+        return inputs
+
 
 class Scaled(keras.layers.Layer):
     """Finds its axis in `build`, and counts its calls."""
@@ -25,46 +40,60 @@ class Scaled(keras.layers.Layer):
         return inputs
 
 
-class Critic(keras.Model):
-    """Has no `build` of its own, and counts in several kinds of attributes."""
+class InitializedByFlag(keras.layers.Layer):
+    """Finds its width in its first call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.rate, self.phase, self.is_first = 0, 1.0, "warm up", True
+        self.width, self.is_ready = 0, False
 
     def call(self, inputs: Any) -> Any:
-        self.calls += 1
-        self.rate, self.phase, self.is_first = 0.5, "train", False
+        if not self.is_ready:
+            self.width, self.is_ready = inputs.shape[-1], True
         return inputs
 
 
-def test_numbers_and_texts_are_restored_and_booleans_stay() -> None:
+class Config:
+    """Is no layer, and has a text where layers have a method."""
+
+    build = "v1"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+def test_numbers_and_texts_are_restored() -> None:
     model = Critic()
     before = python_attributes.read([model])
-    assert python_attributes.first_change(before, of_booleans=True) is None
-    assert python_attributes.first_change(before) is None
-    model(np.ones([2, 3]))
+    model(X)
     assert python_attributes.first_change(before) == "Critic.calls"
-    assert python_attributes.first_change(before, of_booleans=True) == "Critic.is_first"
     python_attributes.restore(before)
-    assert (model.calls, model.rate, model.phase, model.is_first) == (0, 1.0, "warm up", False)
-    assert model.built
-    model.is_first = True
-    assert python_attributes.first_change(before, of_booleans=True) is None
+    assert (model.calls, model.rate, model.phase, model.built) == (0, 1, "warm up", True)
+    assert python_attributes.first_change(before) is None
+    assert python_attributes.first_switch(before) is None
+
+
+def test_numbers_of_any_object_are_restored() -> None:
+    config = Config()
+    with python_attributes.kept([config]):
+        config.steps += 1
+    assert config.steps == 0
 
 
 def test_what_a_build_sets_stays() -> None:
     layer = Scaled()
-    before = python_attributes.read([layer])
-    layer(np.ones([2, 3]))
-    python_attributes.restore(before)
+    with python_attributes.kept([layer]):
+        layer(X)
     assert layer.axis == 1
-
-
-def test_numbers_of_a_built_layer_are_restored() -> None:
-    layer = Scaled()
-    layer(np.ones([2, 3]))
-    before = python_attributes.read([layer])
-    layer(np.ones([2, 3]))
-    python_attributes.restore(before)
+    with python_attributes.kept([layer]):
+        layer(X)
     assert (layer.axis, layer.calls) == (1, 1)
+
+
+def test_a_layer_that_has_initialized_itself_stays() -> None:
+    layer = InitializedByFlag()
+    before = python_attributes.read([layer])
+    layer(X)
+    python_attributes.restore(before)
+    assert (layer.width, layer.is_ready) == (3, True)
+    assert python_attributes.first_switch(before) == "InitializedByFlag.is_ready"

@@ -88,7 +88,9 @@ def eager_steps_that_count_in_python() -> Made:
     inputs = keras.Input((4,))
     outputs = layers.Dense(3, "softmax")(Fading()(layers.Dense(5, "tanh")(inputs)))
     given = {"optimizer": sgd(), "loss": SPARSE, "run_eagerly": True}
-    return Made(Counting(inputs, outputs), given, fit(X, Y))
+    rows: dict[str, Any] = {"x": X, "batch_size": 16}
+    model = Counting(inputs, outputs)
+    return Made(model, given, fit(X, Y), evaluate={"y": Y, **rows}, predict=rows)
 
 
 @program("Keras: compile(steps_per_execution)")

@@ -1,25 +1,29 @@
 """The numbers and texts that objects of a model hold as Python attributes.
 
 The Python code of a step may change them, as `self.steps += 1` does. One device runs this code once
-for each eager step, or once for each trace. Every replica of a process runs it, too. So each
-replica begins with the values that were there before the step, and finds its own values again after
-it has waited for the other replicas.
+for each eager step, or once for each trace. Every replica of a process runs it, and so does each
+pass of a step. So each run begins with the values that were there before the step, and a replica
+finds its own values again after it has waited for the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 
 # Objects, each with its attributes that are numbers or texts.
-Attributes = list[tuple[Any, dict[str, Any]]]
+Attributes = Sequence[tuple[Any, dict[str, Any]]]
 
 
 def read(objects: Iterable[Any]) -> Attributes:
-    """Returns the numbers and texts of objects, without those that a `build` may yet set."""
+    """Returns the numbers and texts of objects.
+
+    An object whose own `build` has not run is left out, because `build` may set its numbers.
+    """
     kinds = (int, float, str)
     return [
         (owner, {name: v for name, v in vars(owner).items() if isinstance(v, kinds)})
@@ -31,44 +35,72 @@ def read(objects: Iterable[Any]) -> Attributes:
 def _is_to_be_built(owner: Any) -> bool:
     """Returns whether an object has a `build` of the user's own that has not run yet."""
     build = getattr(type(owner), "build", None)
-    is_own = build is not None and not build.__module__.startswith("keras.")
+    is_own = callable(build) and not build.__module__.startswith("keras.")
     return is_own and not getattr(owner, "built", True)
 
 
 def restore(attributes: Attributes) -> None:
     """Gives objects the numbers and texts that `read` returned.
 
-    Booleans keep their new value: a layer that was built stays built.
+    An object that has switched a Boolean keeps all its new values, because it may have initialized
+    itself, as in `if not self.is_ready: …`.
     """
     for owner, name, value in _changes(attributes):
-        if not isinstance(value, bool):
-            vars(owner)[name] = value
+        vars(owner)[name] = value
 
 
-def first_change(attributes: Attributes, *, of_booleans: bool = False) -> str | None:
-    """Returns the first attribute that has changed since `read`, as `Critic.steps`, or None.
+@contextlib.contextmanager
+def kept(objects: Iterable[Any]) -> Iterator[None]:
+    """Restores the numbers and texts of objects when the context ends."""
+    attributes = read(objects)
+    try:
+        yield
+    finally:
+        restore(attributes)
 
-    Args:
-        attributes: what `read` returned.
-        of_booleans: whether to look at Booleans, without those of Keras such as `built`, or at
-            numbers and texts.
-    """
-    for owner, name, value in _changes(attributes):
-        if isinstance(value, bool) == of_booleans and not (of_booleans and name in _of_keras()):
+
+def first_change(attributes: Attributes) -> str | None:
+    """Returns the first number or text that `restore` would change, as `Critic.steps`, or None."""
+    changes = ((owner, name) for owner, name, _ in _changes(attributes))
+    return next((f"{type(owner).__name__}.{name}" for owner, name in changes), None)
+
+
+def first_switch(attributes: Attributes) -> str | None:
+    """Returns the first Boolean of the user's that has changed since `read`, or None."""
+    for owner, before in attributes:
+        for name in _switched(owner, before):
             return f"{type(owner).__name__}.{name}"
     return None
 
 
-@functools.cache
-def _of_keras() -> frozenset[str]:
-    """Returns the names of the attributes that every model has."""
-    return frozenset(vars(keras.Model(name="any")))
-
-
-def _changes(attributes: Attributes) -> Iterable[tuple[Any, str, Any]]:
-    """Yields the owner, the name and the old value of each attribute that has changed."""
+def _changes(attributes: Attributes) -> Iterator[tuple[Any, str, Any]]:
+    """Yields the owner, the name and the old value of each number and text that has changed."""
     for owner, before in attributes:
+        if any(_switched(owner, before)):
+            continue
         for name, value in before.items():
             current = vars(owner).get(name)
-            if type(current) is type(value) and current != value:
+            are_numbers = _is_number(value) and _is_number(current)
+            are_texts = isinstance(value, str) and isinstance(current, str)
+            is_nan = current != current and value != value
+            if (are_numbers or are_texts) and current != value and not is_nan:
                 yield owner, name, value
+
+
+def _switched(owner: Any, before: dict[str, Any]) -> Iterator[str]:
+    """Yields the names of the Booleans that the user's code has changed."""
+    for name, value in before.items():
+        current = vars(owner).get(name)
+        are_booleans = isinstance(value, bool) and isinstance(current, bool)
+        if are_booleans and current != value and name not in _of_keras():
+            yield name
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@functools.cache
+def _of_keras() -> frozenset[str]:
+    """Returns the names of the attributes that Keras gives models and layers."""
+    return frozenset(vars(keras.Model(name="any"))) | {"stop_training"}

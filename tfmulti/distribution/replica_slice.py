@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import tensorflow as tf
+
+from tfmulti.distribution.python_attributes import Attributes
 
 
 class ReplicaSlice(NamedTuple):
@@ -41,7 +43,7 @@ class ReplicaSlice(NamedTuple):
         model: the model whose step is traced.
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.
-        own_objects: the objects of the model whose classes are the user's own.
+        attributes: the numbers and texts that the user's own objects held before the step.
     """
 
     weight: tf.Tensor
@@ -58,7 +60,7 @@ class ReplicaSlice(NamedTuple):
     note_trusted: Callable[[str], None] = lambda reason: None
     model: Any = None
     states: Mapping[int, str] = MappingProxyType({})
-    own_objects: Sequence[Any] = ()
+    attributes: Attributes = ()
 
     def alone(self) -> ReplicaSlice:
         """Returns the same slice, marked as the whole global batch.

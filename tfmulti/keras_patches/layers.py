@@ -126,7 +126,7 @@ def _merge_call(
     of the same layers, and leave their own losses and numbers there. Afterwards each layer gets
     this replica's back.
     """
-    numbers = python_attributes.read(replica_slice.own_objects)
+    numbers = python_attributes.read(owner for owner, _ in replica_slice.attributes)
     is_traced = replica_slice.model is not None and not tf.executing_eagerly()
     layers = layers_of(replica_slice.model) if is_traced else []
     states = [(layer, _left_by_trace(layer)) for layer in layers]

@@ -502,7 +502,7 @@ def verified_with_an_optimizer_that_is_not_built(mode: str) -> Any:
 
 
 class Counting(keras.Model):
-    """A step that divides its loss by the number of its calls, counted in Python."""
+    """A step that divides its loss by the number of its calls, or that `switches` a Boolean."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -510,33 +510,44 @@ class Counting(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         x, y = data
-        self.calls += 1
-        self.is_first = not self.switches
+        if self.switches:
+            self.is_first = False
+        else:
+            self.calls += 1
         with tf.GradientTape() as tape:
             found = tf.reduce_mean(_from_logits(y, self(x, training=True)))
-            loss = (found**2 if self.squares else found) / self.calls
+            loss = (found**2 if self.squares else found) / max(self.calls, 1)
         weights = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        return {"loss": loss, "calls": self.calls}
+        return {"loss": loss, "calls": self.calls, "text": f"call {self.calls}"}
 
 
-def _counting(*, eagerly: bool, squares: bool = False, switches: bool = False) -> Any:
+def _counting(
+    *, eagerly: bool, squares: bool = False, switches: bool = False, **prepared: Any
+) -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         inputs = keras.Input((6,))
-        model = prepare(Counting(inputs, keras.layers.Dense(3)(inputs)))
+        model = prepare(Counting(inputs, keras.layers.Dense(3)(inputs)), **prepared)
         model.squares, model.switches = squares, switches
         model.compile("sgd", run_eagerly=eagerly)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = fit(model)
+        given = {"x": X, "y": Y, "batch_size": 24, "epochs": 2, "verbose": 0}
+        history = model.fit(**given).history
     told = [str(w.message) for w in caught if "in Python" in str(w.message)]
+    history["text"] = list(map(str, history["text"]))
     return [history, told]
 
 
 def steps_counted_in_python(mode: str) -> Any:
     """Returns the history, with "eager" steps or in a "graph", and the warnings."""
     return _counting(eagerly=mode == "eager")
+
+
+def steps_counted_in_passes(mode: str) -> Any:
+    """Returns the history of steps that take two passes."""
+    return _counting(eagerly=mode == "eager", microbatches=2, verify=False)
 
 
 def an_eager_step_that_switches_a_boolean() -> Any:

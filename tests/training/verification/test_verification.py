@@ -143,7 +143,16 @@ def test_all_replicas_count_as_one_device(results: list[Any], one_device: Any, c
     assert is_told == [case == "graph"] + [False] * (len(results) - 1)
     for history, _ in results:
         assert history["calls"] == one_device[0]["calls"]
+        assert history["text"] == one_device[0]["text"]
         assert history["loss"] == pytest.approx(one_device[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["graph", "eager"])
+@behaviour(verification.steps_counted_in_passes, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_all_passes_of_a_step_count_alike(results: list[Any], case: str) -> None:
+    [(history, _)] = results
+    assert history["calls"] == ([4, 8] if case == "eager" else [history["calls"][0]] * 2)
+    assert history["text"][1] == f"b'call {history['calls'][1]:.0f}'"
 
 
 @behaviour(verification.an_eager_step_that_switches_a_boolean, at=[ONE_DEVICE, TWO_REPLICAS])

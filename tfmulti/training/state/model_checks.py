@@ -153,23 +153,13 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
         ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
             there are several replicas, and a layer is stateful or a metric's variable is a bool.
     """
-    with _attributes_kept(model):
+    # Plain Keras builds an eager model in its first step, so building must not count as a step.
+    own_objects = relocation.find(model).own_objects if model.run_eagerly else []
+    with python_attributes.kept(own_objects):
         _build(model, specs, optimizers=optimizers)
     check_scope(model)
     check_metrics_add_up(model)
     check_rows_are_free(model)
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: keras.Model) -> Iterator[None]:
-    """Keeps Python attributes of a model that runs eagerly as they are, inside the context.
-
-    Plain Keras runs the Python code of such a model for batches only.
-    """
-    objects = relocation.find(model).own_objects if model.run_eagerly else []
-    attributes = python_attributes.read(objects)
-    yield
-    python_attributes.restore(attributes)
 
 
 def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:

@@ -97,8 +97,13 @@ class State:
 
     @property
     def own_objects(self) -> list[Any]:
-        """The objects whose classes are not Keras', but the user's own."""
-        return [owner for owner in self.objects if not is_of_keras(type(owner))]
+        """The objects whose classes are not Keras', but the user's own, without schedules.
+
+        A schedule of the learning rate runs once for the replicas of a process.
+        """
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        own = (owner for owner in self.objects if not is_of_keras(type(owner)))
+        return [owner for owner in own if not isinstance(owner, schedule)]
 
     @property
     def models_and_optimizers(self) -> list[Any]:

@@ -17,7 +17,7 @@ from tfmulti.distribution import (
     replica_context,
     row_labels,
 )
-from tfmulti.distribution.replica_slice import ReplicaSlice, computing
+from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import placement_of, run_on_replicas
 from tfmulti.keras_patches import installation, layers
 from tfmulti.keras_patches.model_structure import all_metric_variables
@@ -28,7 +28,6 @@ from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import (
     found_in,
-    from_the_same_state,
     next_batch,
     slice_in_step,
     step_of,
@@ -66,7 +65,15 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
     seeds = step_generator(model)
     whole_batch.begin(model, "predict_step")
     any_rows = placement.replicas > 1 and not model.run_eagerly
-    step = xla_compiled(model, step_of(model, "predict_step"), "predict_step")
+    own_step = step_of(model, "predict_step")
+
+    def outputs_of(data: Any) -> Any:
+        replica_slice = current()
+        assert replica_slice is not None
+        python_attributes.restore(replica_slice.attributes)
+        return own_step(data)
+
+    step = xla_compiled(model, outputs_of, "predict_step")
 
     def predict(source: Any) -> Predicted:
         report_trace()
@@ -75,6 +82,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         # A single worker ends its reading at the first example that it cannot read.
         may_lose = placement.workers > 1 and isinstance(source, BatchQueue)
         states = layers.states_of_its_own(model) if any_rows else {}
+        attributes = python_attributes.read(found_in(model).own_objects)
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):
@@ -83,7 +91,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         def predict_rows() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
             replica_slice = slice_in_step(batch, index, model, seeds, "predict_step")
-            replica_slice = replica_slice._replace(states=states)
+            replica_slice = replica_slice._replace(states=states, attributes=attributes)
             if whole_batch.is_used(model, "predict_step"):
                 outputs = whole_batch.computed(model, step, batch.data[index], replica_slice)
                 outputs = whole_batch.rows_of_first(outputs)
@@ -107,10 +115,8 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 own_rows = functools.partial(global_values.own_rows, replica_slice)
                 return tf.nest.map_structure(own_rows, step(data))
 
-        attributes = python_attributes.read(found_in(model).own_objects)
-        on_replica = from_the_same_state(replica_step, attributes)
         by_replica = whole_batch.traced(
-            model, "predict_step", lambda: run_on_replicas(strategy, on_replica)
+            model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
         )
         share_generator(seeds)
         if placement.workers > 1:

@@ -180,6 +180,7 @@ def make_step(
         """Returns what the step returns for the rows of the current slice, as `logs` takes it."""
         replica_slice = current()
         assert replica_slice is not None
+        python_attributes.restore(replica_slice.attributes)
         if not replica_slice.is_whole:
             row_labels.begin(data, all_metric_variables(model))
         if logs is None:
@@ -204,11 +205,11 @@ def make_step(
             variable.assign(tf.where(counts, tf.convert_to_tensor(variable.value), value))
         return results
 
-    def replica_step(batch: WorkerBatch, states: dict[int, str], own_objects: list[Any]) -> Any:
+    def replica_step(batch: WorkerBatch, states: dict[int, str], attributes: Attributes) -> Any:
         batch = batch.of_any_rows() if has_labels else batch
         local = replica_context.local_index(placement.local_replicas)
         replica_slice = slice_in_step(batch, local, model, seeds, name)._replace(
-            model=model, states=states, own_objects=own_objects
+            model=model, states=states, attributes=attributes
         )
         if not training and (has_own_step(model, "test_step") or layers.has_own_layers(model)):
             replica_slice = replica_slice._replace(note_trusted=replica_slice.note_unknown)
@@ -226,6 +227,7 @@ def make_step(
     def one_step(batch: WorkerBatch) -> Any:
         if logs is not None:
             logs.begin()
+        python_state = random.getstate()
         found = found_in(model)
         states: dict[int, str] = {}
         if has_labels:
@@ -234,13 +236,18 @@ def make_step(
             states = layers.states_of_its_own(model) | states
         attributes = python_attributes.read(found.own_objects)
 
-        on_replica = from_the_same_state(
-            lambda: replica_step(batch, states, found.own_objects), attributes
-        )
+        def with_same_draws() -> Any:
+            # A user's layer may draw from Python's generator when a replica is traced. All replicas
+            # must draw the same numbers.
+            random.setstate(python_state)
+            return replica_step(batch, states, attributes)
+
         if training:
-            results = run_on_replicas(strategy, on_replica)
+            results = run_on_replicas(strategy, with_same_draws)
         else:
-            results = whole_batch.traced(model, name, lambda: run_on_replicas(strategy, on_replica))
+            results = whole_batch.traced(
+                model, name, lambda: run_on_replicas(strategy, with_same_draws)
+            )
         if logs is not None:
             warn_of_change(model, name, attributes)
         share_generator(seeds)
@@ -252,30 +259,11 @@ def make_step(
 def found_in(model: keras.Model) -> relocation.State:
     """Returns the variables and objects of a model, for a step that is to run or to be traced.
 
-    The search takes 50 ms for 300 layers. An eager step on one local replica needs no result.
+    The search takes 50 ms for 300 layers. An eager step needs no result if it runs once.
     """
     is_alone = placement_of(model.distribute_strategy).local_replicas == 1
-    return relocation.State() if model.run_eagerly and is_alone else relocation.find(model)
-
-
-def from_the_same_state(compute: Callable[[], Any], attributes: Attributes) -> Callable[[], Any]:
-    """Returns a function that runs `compute` from the state that Python has now.
-
-    A user's layer may draw from Python's generator, or change an attribute. All replicas must get
-    the same numbers.
-
-    Args:
-        compute: the work of one replica.
-        attributes: the present attributes of the user's own objects.
-    """
-    python_state = random.getstate()
-
-    def on_replica() -> Any:
-        random.setstate(python_state)
-        python_attributes.restore(attributes)
-        return compute()
-
-    return on_replica
+    runs_once = is_alone and state_of(model).options.microbatches == 1
+    return relocation.State() if model.run_eagerly and runs_once else relocation.find(model)
 
 
 def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> None:
@@ -283,12 +271,13 @@ def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> Non
 
     A compiled step has changed it while it was traced. In an eager step only Booleans differ.
     """
-    changed = python_attributes.first_change(attributes, of_booleans=model.run_eagerly)
+    find = python_attributes.first_switch if model.run_eagerly else python_attributes.first_change
+    changed = find(attributes)
     if changed is None or not placement_of(model.distribute_strategy).is_chief:
         return
     reason = (
         "A compiled step does so only while it is traced, and tfmulti traces at other times than "
-        "plain Keras. Count in a variable (self.add_weight), or compile with run_eagerly=True."
+        "plain Keras. Count in a variable (self.add_weight)."
     )
     if model.run_eagerly:
         reason = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import numpy as np
@@ -22,8 +22,8 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.errors import ModelError
 
 Logs = dict[str, tf.Tensor]
-# The logs that are averaged over the replicas, by name. The key is the number of the trace that
-# they come from (`StepLogs.begin`).
+# One entry: the number of the trace (`StepLogs.begin`), and by name the logs that are averaged over
+# the replicas.
 Means = dict[int, dict[str, tf.Tensor]]
 
 
@@ -148,13 +148,29 @@ class StepLogs:
         keys = set(logs) if isinstance(logs, Mapping) else set()
         returned = _Returned(list(flat), keys, results, constants)
         if self._returned[-1] not in (None, returned):
-            raise ModelError(
-                "the step returns other logs on each replica. Names of logs, and texts, must not "
-                "depend on Python values that change with each call of the step. Only numbers and "
-                "texts that are attributes of the model or its layers may change."
-            )
+            self._refuse(returned)
         self._returned[-1] = returned
         return {len(self._returned) - 1: means}
+
+    def _refuse(self, returned: _Returned) -> NoReturn:
+        """Raises the error that a replica has returned other logs than the one before."""
+
+        def kind(log: str, of: _Returned | None) -> str:
+            if of is None or log not in of.names:
+                return "missing"
+            if log in of.results:
+                return f"the result of {self._model.metrics[of.results[log].metric].name!r}"
+            return repr(of.constants[log]) if log in of.constants else "a number"
+
+        before = self._returned[-1]
+        names = [*returned.names, *(before.names if before else [])]
+        kinds = ((log, kind(log, before), kind(log, returned)) for log in names)
+        log, one, other = next(each for each in kinds if each[1] != each[2])
+        raise ModelError(
+            f"the log {log!r} is {one} on one replica and {other} on another. Names and texts of "
+            "logs must be the same on all replicas. Derive them from a number that is an attribute "
+            "of the model."
+        )
 
     def _result_of(self, value: Any) -> _Result | None:
         """Returns the metric's result that a value is, if the metric has not been updated since."""

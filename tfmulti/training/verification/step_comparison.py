@@ -200,10 +200,9 @@ class StepComparison:
         Returns:
             The numbers after both runs, and an empty text; or nothing, and the reason.
         """
-        attributes = python_attributes.read(self._state.objects)
         batches = self._trial.batches
         try:
-            with self._alone() as alone:
+            with python_attributes.kept(self._state.objects), self._alone() as alone:
                 step = alone.compiled(steps.step_of(self._model, "train_step"))
                 if not self._model.run_eagerly:
                     # A GPU chooses its algorithms anew for each number of rows, which takes time.
@@ -216,8 +215,6 @@ class StepComparison:
         except Exception as error:
             words = " ".join(str(error).split())
             return [], f"{type(error).__name__}: {words[:400]}"
-        finally:
-            python_attributes.restore(attributes)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[PlainRun]:
@@ -327,9 +324,8 @@ class StepComparison:
             noted, _ = one_step(worker_batch)
             of_replicas = [self._of_replica(noted, i) for i in range(self.placement.local_replicas)]
             relocation.set_values(self._state, self._begin)
-            attributes = python_attributes.read(self._state.objects)
             try:
-                with self._alone() as alone:
+                with python_attributes.kept(self._state.objects), self._alone() as alone:
                     step = steps.step_of(model, "train_step")
                     step = alone.compiled(recording.returning_notes(step, device_notes.append))
                     plain, perturbed = (
@@ -338,8 +334,6 @@ class StepComparison:
                     )
             except Exception:
                 return None
-            finally:
-                python_attributes.restore(attributes)
         if not replicas_notes:
             return None
         indices = {key: index for index, key in enumerate(replicas_notes[0].keys)}
