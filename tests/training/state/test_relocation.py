@@ -108,6 +108,25 @@ def test_layers_and_operations_of_users_are_named() -> None:
     ]
 
 
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: tf.Tensor) -> float:
+        return 0.5
+
+
+class Layer(keras.layers.Layer):
+    pass
+
+
+def test_objects_of_users_are_found_without_schedules() -> None:
+    """A schedule runs once for the replicas of a process, so no replica restores its numbers."""
+    layer = Layer()
+    model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(Halving()), "mse")
+    state = relocation.find(model)
+    assert any(isinstance(found, Halving) for found in state.objects)
+    assert state.own_objects == [layer]
+
+
 def test_a_variable_of_another_strategy_is_refused_with_the_two_lines_to_write() -> None:
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         variable = tf.Variable(1.0)

@@ -159,13 +159,18 @@ class StepLogs:
             if of is None or log not in of.names:
                 return "missing"
             if log in of.results:
-                return f"the result of {self._model.metrics[of.results[log].metric].name!r}"
+                metric, key = of.results[log]
+                part = "" if key is None else f" {key!r}"
+                return f"the result{part} of {self._model.metrics[metric].name!r}"
             return repr(of.constants[log]) if log in of.constants else "a number"
 
         before = self._returned[-1]
         names = [*returned.names, *(before.names if before else [])]
         kinds = ((log, kind(log, before), kind(log, returned)) for log in names)
-        log, one, other = next(each for each in kinds if each[1] != each[2])
+        log, one, other = next(
+            (each for each in kinds if each[1] != each[2]),
+            (names[0], "in one dict", "in another dict"),
+        )
         raise ModelError(
             f"the log {log!r} is {one} on one replica and {other} on another. Names and texts of "
             "logs must be the same on all replicas. Derive them from a number that is an attribute "
