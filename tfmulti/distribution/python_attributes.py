@@ -15,7 +15,8 @@ from typing import Any
 
 import keras
 
-# Objects, each with its attributes that are numbers or texts.
+# Objects, each with its attributes that are numbers, texts or Booleans. Booleans are not restored,
+# but show which object has initialized itself.
 Attributes = Sequence[tuple[Any, dict[str, Any]]]
 
 
