@@ -52,11 +52,12 @@ class AgreementPort:
         return port_agreement.agree(self.jobs[rank], {"TFMULTI_SECRET": SECRET}, timeout_s=30.0)
 
     def listens(self) -> bool:
+        """Returns whether the chief answers; it listens a moment before it starts its thread."""
         try:
-            knock(self.port).close()
+            with knock(self.port, b"\n") as stranger:
+                return is_closed(stranger)
         except OSError:
             return False
-        return True
 
     def comes_in(self) -> bool:
         return self.agree(1).addresses == self.chief.result().addresses
