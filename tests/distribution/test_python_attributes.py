@@ -70,7 +70,6 @@ def test_numbers_and_texts_are_restored() -> None:
     python_attributes.restore(before)
     assert (model.calls, model.rate, model.phase, model.built) == (0, 1, "warm up", True)
     assert python_attributes.first_change(before) is None
-    assert python_attributes.first_switch(before) is None
 
 
 def test_numbers_of_any_object_are_restored() -> None:
@@ -96,4 +95,3 @@ def test_a_layer_that_has_initialized_itself_stays() -> None:
     layer(X)
     python_attributes.restore(before)
     assert (layer.width, layer.is_ready) == (3, True)
-    assert python_attributes.first_switch(before) == "InitializedByFlag.is_ready"

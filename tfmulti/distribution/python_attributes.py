@@ -66,18 +66,10 @@ def first_change(attributes: Attributes) -> str | None:
     return next((f"{type(owner).__name__}.{name}" for owner, name in changes), None)
 
 
-def first_switch(attributes: Attributes) -> str | None:
-    """Returns the first Boolean of the user's that has changed since `read`, or None."""
-    for owner, before in attributes:
-        for name in _switched(owner, before):
-            return f"{type(owner).__name__}.{name}"
-    return None
-
-
 def _changes(attributes: Attributes) -> Iterator[tuple[Any, str, Any]]:
     """Yields the owner, the name and the old value of each number and text that has changed."""
     for owner, before in attributes:
-        if any(_switched(owner, before)):
+        if _has_switched(owner, before):
             continue
         for name, value in before.items():
             current = vars(owner).get(name)
@@ -88,13 +80,14 @@ def _changes(attributes: Attributes) -> Iterator[tuple[Any, str, Any]]:
                 yield owner, name, value
 
 
-def _switched(owner: Any, before: dict[str, Any]) -> Iterator[str]:
-    """Yields the names of the Booleans that the user's code has changed."""
+def _has_switched(owner: Any, before: dict[str, Any]) -> bool:
+    """Returns whether the user's code has changed a Boolean."""
     for name, value in before.items():
         current = vars(owner).get(name)
         are_booleans = isinstance(value, bool) and isinstance(current, bool)
         if are_booleans and current != value and name not in _of_keras():
-            yield name
+            return True
+    return False
 
 
 def _is_number(value: Any) -> bool:

@@ -218,18 +218,21 @@ class DistributedModel(keras.Model):
             for optimizer in model_checks.optimizers_of(self):
                 take_reduced_gradients(optimizer, reduce, take)
             watch_losses(self)
+            self._warn_of_eager_code("train_step")
             self.train_function = Execution(self, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes the function of an evaluation execution; see `make_train_function`."""
         if self.test_function is None or force:
             watch_losses(self)
+            self._warn_of_eager_code("test_step")
             self.test_function = Execution(self, training=False)
             self._use_whole_batch("test_step")
 
     def make_predict_function(self, force: bool = False) -> None:
         """Makes the function that predicts one batch; see `make_train_function`."""
         if self.predict_function is None or force:
+            self._warn_of_eager_code("predict_step")
             self.predict_function = make_prediction(self)
             self._use_whole_batch("predict_step")
 
@@ -241,10 +244,27 @@ class DistributedModel(keras.Model):
         """
         if not (self.run_eagerly and whole_batch.may_be_used(self)):
             return
-        parts = own_layers(self) if step == "predict_step" else own_parts(self)
         reason = "run_eagerly has no graph that shows how your own code treats its rows"
-        has_own_code = bool(parts) or has_own_step(self, step)
-        whole_batch.use_if_any(self, step, reason if has_own_code else None)
+        whole_batch.use_if_any(self, step, reason if self._has_own_code(step) else None)
+
+    def _has_own_code(self, step: str) -> bool:
+        """Returns whether a step runs parts that are not known to be Keras'."""
+        parts = own_layers(self) if step == "predict_step" else own_parts(self)
+        return bool(parts) or has_own_step(self, step)
+
+    def _warn_of_eager_code(self, step: str) -> None:
+        """Warns on the chief if several replicas run Python code of the user's own eagerly."""
+        placement = self._placement
+        is_eager = self.run_eagerly and placement.replicas > 1 and placement.is_chief
+        if is_eager and self._has_own_code(step):
+            warnings.warn(
+                f"run_eagerly=True: each of {placement.replicas} replicas runs your Python code "
+                f"of the {step}. Numbers that it computes from rows, as by float(loss), and "
+                "Booleans, lists, iterators and global variables that it changes may differ from "
+                "one device. Keep such values in variables (self.add_weight). Other numbers may "
+                "be attributes, such as self.steps += 1.",
+                stacklevel=4,
+            )
 
     @property
     def _reduction(self) -> dict[str, Any]:

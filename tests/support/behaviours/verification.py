@@ -502,18 +502,15 @@ def verified_with_an_optimizer_that_is_not_built(mode: str) -> Any:
 
 
 class Counting(keras.Model):
-    """A step that divides its loss by the number of its calls, or that `switches` a Boolean."""
+    """A step that divides its loss by the number of its calls."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.calls, self.squares, self.switches, self.is_first = 0, False, False, True
+        self.calls, self.squares = 0, False
 
     def train_step(self, data: Any) -> Any:
         x, y = data
-        if self.switches:
-            self.is_first = False
-        else:
-            self.calls += 1
+        self.calls += 1
         with tf.GradientTape() as tape:
             found = tf.reduce_mean(_from_logits(y, self(x, training=True)))
             loss = (found**2 if self.squares else found) / max(self.calls, 1)
@@ -522,14 +519,12 @@ class Counting(keras.Model):
         return {"loss": loss, "calls": self.calls, "text": f"call {self.calls}"}
 
 
-def _counting(
-    *, eagerly: bool, squares: bool = False, switches: bool = False, **prepared: Any
-) -> Any:
+def _counting(*, eagerly: bool, squares: bool = False, **prepared: Any) -> Any:
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         inputs = keras.Input((6,))
         model = prepare(Counting(inputs, keras.layers.Dense(3)(inputs)), **prepared)
-        model.squares, model.switches = squares, switches
+        model.squares = squares
         model.compile("sgd", run_eagerly=eagerly)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -550,8 +545,21 @@ def steps_counted_in_passes(mode: str) -> Any:
     return _counting(eagerly=mode == "eager", microbatches=2, verify=False)
 
 
-def an_eager_step_that_switches_a_boolean() -> Any:
-    return _counting(eagerly=True, switches=True)
+def warnings_of_eager_code(case: str) -> Any:
+    """Returns the warnings of eager steps with a layer of the user's `own`, or of Keras alone."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        layer = keras.layers.Lambda(lambda x: x * 2) if case == "own" else keras.layers.Dense(6)
+        model = prepare(keras.Model(inputs, keras.layers.Dense(3)(layer(inputs))), verify=False)
+        model.compile("sgd", "mse", run_eagerly=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.fit(X, X[:, :3], batch_size=24, epochs=2, verbose=0)
+            model.evaluate(X, X[:, :3], batch_size=24, verbose=0)
+            model.predict(X, batch_size=24, verbose=0)
+    return [words for words in (str(w.message) for w in caught) if "run_eagerly=True" in words]
 
 
 def wrong_steps_counted_in_python() -> Any:

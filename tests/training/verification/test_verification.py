@@ -155,11 +155,18 @@ def test_all_passes_of_a_step_count_alike(results: list[Any], case: str) -> None
     assert history["text"][1] == f"b'call {history['calls'][1]:.0f}'"
 
 
-@behaviour(verification.an_eager_step_that_switches_a_boolean, at=[ONE_DEVICE, TWO_REPLICAS])
-def test_a_boolean_that_an_eager_step_switches_is_told(results: list[Any], place: str) -> None:
-    [(_, told)] = results
-    assert len(told) == (place == TWO_REPLICAS)
-    assert all("changes Counting.is_first in Python. Each replica" in words for words in told)
+@pytest.mark.parametrize("case", ["own", "of Keras"])
+@behaviour(verification.warnings_of_eager_code, at=[ONE_DEVICE, TWO_WORKERS])
+def test_eager_code_of_the_user_is_told_once_for_each_step(
+    results: list[Any], place: str, case: str
+) -> None:
+    of_chief, *of_others = results
+    is_told = case == "own" and place != ONE_DEVICE
+    steps = ["train_step", "test_step", "predict_step"] if is_told else []
+    assert len(of_chief) == len(steps)
+    for step, message in zip(steps, of_chief, strict=True):
+        assert f"runs your Python code of the {step}. " in message
+    assert not any(of_others)
 
 
 @behaviour(verification.wrong_steps_counted_in_python, at=few(TWO_REPLICAS, of=SEVERAL))

@@ -248,7 +248,7 @@ def make_step(
             results = whole_batch.traced(
                 model, name, lambda: run_on_replicas(strategy, with_same_draws)
             )
-        if logs is not None:
+        if logs is not None and not model.run_eagerly:
             warn_of_change(model, name, attributes)
         share_generator(seeds)
         return results
@@ -267,24 +267,16 @@ def found_in(model: keras.Model) -> relocation.State:
 
 
 def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> None:
-    """Warns on the chief if a step has changed an attribute that may differ from one device.
-
-    A compiled step has changed it while it was traced. In an eager step only Booleans differ.
-    """
-    find = python_attributes.first_switch if model.run_eagerly else python_attributes.first_change
-    changed = find(attributes)
+    """Warns on the chief if a compiled step has changed a number or text while it was traced."""
+    changed = python_attributes.first_change(attributes)
     if changed is None or not placement_of(model.distribute_strategy).is_chief:
         return
-    reason = (
-        "A compiled step does so only while it is traced, and tfmulti traces at other times than "
-        "plain Keras. Count in a variable (self.add_weight)."
+    warnings.warn(
+        f"the {step} changes {changed} in Python. A compiled step does so only while it is traced, "
+        "and tfmulti traces at other times than plain Keras. Count in a variable "
+        "(self.add_weight).",
+        stacklevel=2,
     )
-    if model.run_eagerly:
-        reason = (
-            "Each replica runs this code, and finds the Boolean that the one before has left. Use "
-            "a number, such as 0 or 1, with which all replicas begin."
-        )
-    warnings.warn(f"the {step} changes {changed} in Python. {reason}", stacklevel=2)
 
 
 def warn_of_unknown(model: keras.Model, step: str) -> None:
