@@ -341,6 +341,7 @@ class DistributedModel(keras.Model):
             VerificationError: the first steps differ from those of one device.
         """
         model_checks.check_compiled(self)
+        model_checks.warn_of_kept_slots(self)
         relocation.enter(self)
         placement = self._placement
         if validation_split and validation_data is None:

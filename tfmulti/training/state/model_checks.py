@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import python_attributes
 from tfmulti.distribution.replica_context import metric_variables
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError, TfmultiError, without_layer
 from tfmulti.keras_patches.classes import original_classes
 from tfmulti.keras_patches.model_structure import build_from_specs, has_own_step, layers_of
@@ -30,6 +32,24 @@ def check_compiled(model: keras.Model) -> None:
     """
     if not model.compiled:
         raise ModelError("the model is not compiled. Call model.compile(...) first.")
+
+
+def warn_of_kept_slots(model: keras.Model) -> None:
+    """Warns on the chief of an optimizer that begins with other slots than with plain Keras.
+
+    On one device plain Keras builds an optimizer while it traces the first step. TensorFlow drops
+    what `build` assigns there. In Keras only this optimizer's `build` assigns its slots.
+    """
+    is_chief = placement_of(model.distribute_strategy).is_chief
+    for optimizer in optimizers_of(model):
+        is_kept = isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW)
+        if is_kept and not (optimizer.built or model.run_eagerly) and is_chief:
+            warnings.warn(
+                "ScheduleFreeAdamW begins with a momentum that plain Keras on one device loses, so "
+                "its numbers differ. Call optimizer.build(model.trainable_variables) before fit, "
+                "and plain Keras has the same numbers (docs/exactness.md).",
+                stacklevel=4,
+            )
 
 
 def check_overrides(model: keras.Model) -> None:
