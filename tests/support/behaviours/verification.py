@@ -490,13 +490,18 @@ class TwoAdams(keras.Sequential):
 
 
 def verified_with_an_optimizer_that_is_not_built(mode: str) -> Any:
-    """Returns the verdict, and the history of two epochs, with "eager" steps or in a "graph"."""
+    """Returns the verdict, and the history of two epochs, with "eager" steps or in a "graph".
+
+    In the mode "eager before fit" a call of `verify` makes the comparison.
+    """
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         model = TwoAdams([keras.Input((6,)), keras.layers.Dense(3)])
         model.own = keras.optimizers.Adam(0.01)
-        model.compile("adam", run_eagerly=mode == "eager")
+        model.compile("adam", run_eagerly=mode != "graph")
     prepare(model, verify=True)
+    if mode == "eager before fit":
+        verify(model, X, Y, batch_size=24)
     history = fit(model, **ONE_STEP | {"epochs": 2})
     return [state_of(model).verification.verdict, history["loss"]]
 

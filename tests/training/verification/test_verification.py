@@ -126,7 +126,7 @@ def test_an_evaluation_with_a_layer_that_is_not_understood_warns(
     assert all("the whole batch in the test_step" in message for message in told)
 
 
-@pytest.mark.parametrize("case", ["graph", "eager"])
+@pytest.mark.parametrize("case", ["graph", "eager", "eager before fit"])
 @behaviour(
     verification.verified_with_an_optimizer_that_is_not_built, at=few(TWO_REPLICAS, of=SEVERAL)
 )
