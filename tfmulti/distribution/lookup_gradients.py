@@ -34,13 +34,17 @@ class Lookup(NamedTuple):
     is_alike: bool
 
 
+# The attribute of indices that are the same on all replicas, in a graph without labels.
+_IS_ALIKE = "tfmulti_is_alike"
+
+
 def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
     """Returns the lookups whose gradients TensorFlow has concatenated into one IndexedSlices."""
     indices, values = gradient.indices, gradient.values
     # An eager tensor does not know the operations that computed it.
     if not hasattr(indices, "graph"):
         return [Lookup(values, indices, False)]
-    if label_of(indices).kind is Kind.ALIKE:
+    if hasattr(indices, _IS_ALIKE) or label_of(indices).kind is Kind.ALIKE:
         return [Lookup(values, indices, True)]
     if indices.op.type != "ConcatV2":
         return [Lookup(values, indices, False)]
@@ -54,12 +58,16 @@ def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
 
 
 def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the gradients of several lookups as one IndexedSlices.
+    """Returns the gradients of several lookups as one IndexedSlices, in which `lookups_in` finds them.
 
     Args:
         lookups: the lookups, at least one.
         like: an IndexedSlices of the same table.
     """
+    for lookup in lookups:
+        if lookup.is_alike and hasattr(lookup.indices, "graph"):
+            # The lookups may come from a function, whose labels this graph does not have.
+            setattr(lookup.indices, _IS_ALIKE, True)
     if len(lookups) == 1:
         return tf.IndexedSlices(lookups[0].values, lookups[0].indices, like.dense_shape)
     values = tf.concat([lookup.values for lookup in lookups], 0)

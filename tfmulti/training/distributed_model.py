@@ -495,6 +495,7 @@ class DistributedModel(keras.Model):
         Raises:
             ModelError: the model is not compiled.
             DataError: the arrays differ in length, or `class_weight` does not go with them.
+            VerificationError: the first step differs from that of one device.
         """
         model_checks.check_compiled(self)
         if self.train_function is None:
@@ -502,8 +503,13 @@ class DistributedModel(keras.Model):
         if class_weight is not None:
             sample_weight = weights_of_classes(y, class_weight, sample_weight)
         batch = _one_batch(x, y, sample_weight)
-        model_checks.build(self, batch)
+        model_checks.build(self, batch, optimizers=bool(self.run_eagerly))
         self.make_train_function()
+        if verification.is_due(self):
+            rows = len(tf.nest.flatten(batch)[0])
+            data = DataArguments(x, y, sample_weight, rows, steps_per_epoch=1)
+            feed = make_feed(data, self._placement)
+            verification.before_training(self, feed, 1, reports_time=False)
         return _on_batch(self, self.train_function, batch, return_dict)
 
     def test_on_batch(

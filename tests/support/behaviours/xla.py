@@ -178,6 +178,35 @@ def losses_without_reduction() -> Any:
     return [weights_of(model) for model in models]
 
 
+class Positions(keras.layers.Layer):
+    """Adds a table of positions, which all rows look up, to one of tokens, and looks up both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = keras.layers.Embedding(9, 4, embeddings_initializer="ones")
+        self.positions = keras.layers.Embedding(8, 4, embeddings_initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        tokens = keras.ops.cast(keras.ops.abs(x) * 3, "int32") % 9
+        both = self.tokens(tokens) + self.positions(keras.ops.arange(8))
+        # The gradient of the tokens' table then has lookups of both kinds.
+        return keras.layers.Flatten()(both * self.tokens(keras.ops.arange(8)))
+
+
+def lookups_of_positions() -> Any:
+    """Returns the weights after a fit by Adam, without XLA and with it."""
+    found = []
+    for asked in (False, True):
+        with here.strategy.scope():
+            layer = Positions()
+        model = classifier(
+            layer, prepared={"jit_compile": asked, "verify": False}, optimizer="adam"
+        )
+        fit(model)
+        found.append(weights_of(model))
+    return found
+
+
 def step_that_xla_cannot_compile() -> None:
     """Fits a model with an operation that XLA does not know."""
     fit(_with_text())

@@ -110,7 +110,9 @@ def test_a_model_that_predict_builds_has_the_same_weights(results: list[Any]) ->
         np.testing.assert_allclose(by_xla, without, rtol=0, atol=1e-6)
 
 
-@behaviour(xla.losses_without_reduction, at=few(TWO_REPLICAS, of=EVERYWHERE))
+@behaviour(
+    xla.losses_without_reduction, xla.lookups_of_positions, at=few(TWO_REPLICAS, of=EVERYWHERE)
+)
 def test_xla_knows_the_rows_of_a_replica(results: list[Any]) -> None:
     for without, by_xla in results:
         for one, other in zip(without, by_xla, strict=True):

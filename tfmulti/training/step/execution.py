@@ -58,7 +58,8 @@ class Execution:
         several: the function of several steps, with an iterator, the number of steps, and votes.
         one_and_next: the function of one step that copies the next batch meanwhile (`Ahead`), with
             a queue, a `WorkerBatch` and votes.
-        is_verified: whether the first steps were compared with one device (`verification`).
+        is_verified: whether the first steps were compared with one device, or need no comparison
+            (`verification`).
     """
 
     def __init__(self, model: keras.Model, *, training: bool) -> None:

@@ -26,6 +26,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.config.troubleshooting import documented
+from tfmulti.distribution.lookup_gradients import Lookup, joined_lookups, lookups_in
 from tfmulti.distribution.replica_slice import compiling, refuse_to_compile
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
@@ -99,12 +100,12 @@ def _by_xla(model: keras.Model, step: Step, name: str, is_requested: bool, is_al
             updates_inside = contextlib.nullcontext() if is_alone else giving_gradients_to(taker)
             with compiling(obstacles), updates_inside:
                 logs = step(data)
-            return logs, taker.gradients
+            return logs, taker.tensors()
 
         try:
             with generators_restored_on_error():
                 _refuse_draws(passes.get_concrete_function(data).graph, obstacles)
-                logs, gradients = passes(data)
+                logs, tensors = passes(data)
         except Exception:
             # Keras may replace CannotCompileError by another exception. So the list of obstacles
             # shows whether it was the cause.
@@ -114,7 +115,7 @@ def _by_xla(model: keras.Model, step: Step, name: str, is_requested: bool, is_al
                 _warn(f"it {obstacles[0]}")
             return step(data)
         if taker.optimizer is not None:
-            taker.optimizer.apply(gradients, taker.variables)
+            taker.optimizer.apply(taker.gradients_of(tensors), taker.variables)
         return logs
 
     return run
@@ -192,12 +193,44 @@ class _GradientTaker:
 
     def __init__(self) -> None:
         self.optimizer: Any = None
-        self.gradients: Sequence[Any] = ()
         self.variables: Any = None
+        self._gradients: list[Any] = []
+        # For each gradient its lookups, of which a dense gradient has none.
+        self._lookups: list[list[Lookup]] = []
 
     def take(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> None:
         """Stores the gradients, as a `microbatches.Taker`."""
-        self.optimizer, self.gradients, self.variables = optimizer, list(gradients), variables
+        self.optimizer, self.variables = optimizer, variables
+        self._gradients = list(gradients)
+        self._lookups = [
+            lookups_in(g) if isinstance(g, tf.IndexedSlices) else [] for g in gradients
+        ]
+
+    def tensors(self) -> list[Any]:
+        """Returns the gradients as the compiled function returns them: each lookup by itself.
+
+        Outside of the function it is no longer known which lookups a gradient has.
+        """
+        return [
+            [tf.IndexedSlices(lookup.values, lookup.indices, g.dense_shape) for lookup in lookups]
+            or g
+            for g, lookups in zip(self._gradients, self._lookups, strict=True)
+        ]
+
+    def gradients_of(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns the gradients from what the compiled function has returned for `tensors`."""
+        return [
+            joined_lookups(
+                [
+                    Lookup(part.values, part.indices, lookup.is_alike)
+                    for part, lookup in zip(found, lookups, strict=True)
+                ],
+                found[0],
+            )
+            if lookups
+            else found
+            for found, lookups in zip(tensors, self._lookups, strict=True)
+        ]
 
 
 def _warn(reason: str) -> None:
