@@ -58,7 +58,9 @@ def lookups_in(gradient: tf.IndexedSlices) -> list[Lookup]:
 
 
 def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the gradients of several lookups as one IndexedSlices, in which `lookups_in` finds them.
+    """Returns the gradients of several lookups as one IndexedSlices.
+
+    `lookups_in` finds the same lookups in it.
 
     Args:
         lookups: the lookups, at least one.

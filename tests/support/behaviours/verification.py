@@ -686,6 +686,44 @@ def verified_with_a_learning_rate_of_zero() -> Any:
     fit(prepare(model), **ONE_STEP)
 
 
+def verified_with_clipped_gradients(case: str) -> None:
+    """Clipping gives a gradient that is wrong by a factor the right size."""
+    keras.utils.set_random_seed(1)
+    clips = {case: 1e-3}
+    with here.strategy.scope():
+        model = Own("loss")
+        model.second = keras.optimizers.SGD(0.1, momentum=0.9, **clips)
+        model.compile(keras.optimizers.Adam(0.01, **clips))
+    fit(prepare(model), **ONE_STEP)
+
+
+def train_on_batch_with_a_mistake(case: str) -> None:
+    """Trains a wrong model on one batch, without the global values that would correct it."""
+    model = _own(case)
+    with mock.patch.object(global_values, "are_known", return_value=False):
+        model.train_on_batch(X[:15], Y[:15])
+
+
+def batches_with_and_without_verification(mode: str) -> Any:
+    """Returns the verdict of `train_on_batch`, and whether it changes nothing else."""
+    runs = []
+    for asked in (None, False):
+        keras.utils.set_random_seed(1)
+        with here.strategy.scope():
+            model = Own()
+            model.compile(keras.optimizers.Adam(0.01), run_eagerly=mode == "eager")
+        prepare(model, verify=asked)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logs = [model.train_on_batch(X[:n], Y[:n]) for n in (15, 16, 15)]
+        runs.append((logs, _state(model)))
+        if asked is None:
+            found = state_of(model).verification
+    (logs, state), (expected_logs, expected_state) = runs
+    is_same = all(np.array_equal(a, b) for a, b in zip(state, expected_state, strict=True))
+    return [found.verdict, found.steps, is_same, logs == expected_logs]
+
+
 def reasons_to_skip_verification() -> Any:
     """Returns the reasons of two options, and the verification of a plain Keras model."""
     keras.utils.set_random_seed(1)

@@ -209,6 +209,26 @@ def test_a_learning_rate_of_zero_does_not_hide_a_wrong_gradient(errors: list[lis
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
+@pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm"])
+@behaviour(verification.verified_with_clipped_gradients, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_clipping_does_not_hide_a_wrong_gradient(errors: list[list[str]]) -> None:
+    for error, message in errors:
+        assert (error, "the gradient of" in message) == ("VerificationError", True)
+
+
+@pytest.mark.parametrize("case", ["graph", "eager"])
+@behaviour(verification.batches_with_and_without_verification, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_the_first_train_on_batch_is_verified(results: list[Any]) -> None:
+    assert all(worker == ["same", 1, True, True] for worker in results)
+
+
+@pytest.mark.parametrize("case", ["loss"])
+@behaviour(verification.train_on_batch_with_a_mistake, at=few(TWO_WORKERS, of=SEVERAL))
+def test_a_mistake_in_train_on_batch_is_described(errors: list[list[str]]) -> None:
+    for error, message in errors:
+        assert (error, "the gradient of" in message) == ("VerificationError", True)
+
+
 @behaviour(verification.reasons_to_skip_verification, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_models_that_are_not_verified(results: list[Any]) -> None:
     for unsynchronized, microbatches, plain in results:

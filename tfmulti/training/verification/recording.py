@@ -22,14 +22,16 @@ import tensorflow as tf
 from tfmulti.distribution.replica_slice import PerThread
 from tfmulti.training.state.user_lines import is_of_user
 
+KINDS = ("layer", "loss", "gradient")
+
 
 @dataclass
 class Notes:
     """The values that one run of a step has computed.
 
     Attributes:
-        keys: for each note its kind (`layer`, `loss` or `gradient`), its name, and how many notes
-            with both came before it.
+        keys: for each note its kind (one of `KINDS`), its name, and how many notes with both came
+            before it.
         lines: for each note the line of the user's program, or None if it is unknown.
         tensors: for each note the value.
         graph: the graph that is traced, or None in eager mode.

@@ -156,11 +156,20 @@ class StepComparison:
             runs, problem = self._on_one_device(on_replicas)
             logs, replicas_s = on_replicas.result()
         after = self._after_replicas()
+        clipped = [self.first_difference(("gradient",))] if self._clips() else []
         self.seconds_apart += time.perf_counter() - begun - replicas_s
         # If the two sides draw different random numbers, the effect of rounding cannot be measured.
         if problem or self.draws[0]:
             return [], problem
-        return self._differences(after, logs, *runs), ""
+        return [*self._differences(after, logs, *runs), *filter(None, clipped)], ""
+
+    def _clips(self) -> bool:
+        """Returns whether an optimizer clips by a norm.
+
+        A gradient that is wrong by a factor may then give the right weights and slots.
+        """
+        names = ("clipnorm", "global_clipnorm")
+        return any(getattr(o, name, None) for o in self._state.optimizers for name in names)
 
     def _take_on_replicas(self) -> tuple[dict[str, np.ndarray], float]:
         """Takes the steps on the replicas, and returns the logs and the seconds that they took."""
@@ -302,11 +311,14 @@ class StepComparison:
             first, replicas=self.placement.replicas, steps=self.steps, unknown=unknown
         )
 
-    def first_difference(self) -> Difference | None:
+    def first_difference(self, kinds: Sequence[str] = recording.KINDS) -> Difference | None:
         """Returns the first difference within the first step, or None if it was not found.
 
         The step is traced once more for this. Every worker calls it, because the replicas' step has
         collectives.
+
+        Args:
+            kinds: the kinds of the notes that are compared.
         """
         model, batch = self._model, self._trial.batches[0]
         if state_of(model).options.microbatches > 1:
@@ -338,9 +350,9 @@ class StepComparison:
             return None
         indices = {key: index for index, key in enumerate(replicas_notes[0].keys)}
         for position, key in enumerate(device_notes[0].keys):
-            if key not in indices:
-                continue
             kind, name, _ = key
+            if key not in indices or kind not in kinds:
+                continue
             parts = [values[indices[key]] for values in of_replicas]
             device = plain[position], perturbed[position]
             differences = [
