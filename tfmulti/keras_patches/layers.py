@@ -174,10 +174,14 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# A Lambda runs a function of the user's own. A MelSpectrogram takes the maximum of the whole batch.
+_TREATED_AS_OWN = (keras.layers.Lambda, keras.layers.MelSpectrogram)
+
+
 def _is_layer_of_keras(layer: Any) -> bool:
-    """Returns whether the code of a layer is Keras', and not the user's."""
+    """Returns whether the code of a layer is Keras', and treats each row by itself."""
     of_keras = type(layer).__module__.startswith("keras.src.layers.")
-    return of_keras and not isinstance(layer, keras.layers.Lambda)
+    return of_keras and not isinstance(layer, _TREATED_AS_OWN)
 
 
 def has_own_layers(model: keras.Model) -> bool:

@@ -199,6 +199,25 @@ def evaluated_with_a_layer() -> Any:
     return _numbers(prepare(model))
 
 
+def evaluated_spectrograms() -> Any:
+    """Returns the numbers of a model whose spectrograms are relative to the loudest of all rows."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        spectrograms = keras.layers.MelSpectrogram(
+            fft_length=4,
+            sequence_stride=2,
+            num_mel_bins=2,
+            sampling_rate=100,
+            min_freq=1.0,
+            top_db=5.0,
+        )(inputs)
+        outputs = keras.layers.Dense(3)(keras.layers.Flatten()(spectrograms))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+    return _numbers(prepare(model))
+
+
 def validated_while_it_trains() -> Any:
     """Returns the history of a `fit` with validation, whose test_step alone is not understood."""
     model = _model("python")
