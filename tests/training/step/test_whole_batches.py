@@ -29,6 +29,7 @@ def flat(value: Any) -> list[float]:
         *((whole_batches.computed_from_batches_of_any_size, case) for case in ("ratio", "python")),
         (whole_batches.evaluated_with_a_layer, None),
         (whole_batches.evaluated_spectrograms, None),
+        (whole_batches.remembered_in_predictions, None),
         (whole_batches.evaluated_without_bad_examples, None),
         (whole_batches.evaluated_in_eager_mode, None),
         (whole_batches.predicted_in_eager_mode, None),

@@ -19,7 +19,7 @@ from tfmulti.distribution import (
 )
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import placement_of, run_on_replicas
-from tfmulti.keras_patches import installation, layers
+from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.keras_patches.tracing import optimized_once
@@ -30,6 +30,7 @@ from tfmulti.training.step.step import (
     found_in,
     next_batch,
     slice_in_step,
+    states_in,
     step_of,
     warn_of_unknown,
     without_autograph,
@@ -81,8 +82,9 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         batch = batch.of_any_rows() if any_rows else batch
         # A single worker ends its reading at the first example that it cannot read.
         may_lose = placement.workers > 1 and isinstance(source, BatchQueue)
-        states = layers.states_of_its_own(model) if any_rows else {}
-        attributes = python_attributes.read(found_in(model).own_objects)
+        found = found_in(model)
+        states = states_in(model, found) if any_rows else {}
+        attributes = python_attributes.read(found.own_objects)
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):

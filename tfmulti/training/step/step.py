@@ -229,11 +229,7 @@ def make_step(
             logs.begin()
         python_state = random.getstate()
         found = found_in(model)
-        states: dict[int, str] = {}
-        if has_labels:
-            # The user may also hold variables that are plain `tf.Variable`s.
-            states = {id(holder.variable): "layer" for holder in found.holders}
-            states = layers.states_of_its_own(model) | states
+        states = states_in(model, found) if has_labels else {}
         attributes = python_attributes.read(found.own_objects)
 
         def with_same_draws() -> Any:
@@ -264,6 +260,13 @@ def found_in(model: keras.Model) -> relocation.State:
     is_alone = placement_of(model.distribute_strategy).local_replicas == 1
     runs_once = is_alone and state_of(model).options.microbatches == 1
     return relocation.State() if model.run_eagerly and runs_once else relocation.find(model)
+
+
+def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
+    """Returns the kind of each variable that the user's own code may change, by its id."""
+    # The user may also hold variables that are plain `tf.Variable`s.
+    states = {id(holder.variable): "layer" for holder in found.holders}
+    return layers.states_of_its_own(model) | states
 
 
 def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> None:
