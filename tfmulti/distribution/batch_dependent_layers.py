@@ -48,6 +48,26 @@ def refuse_choices(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def changed_once(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    layer: Any,
+    inputs: Any,
+    training: bool = False,
+) -> Any:
+    """Returns what a layer gives that changes its own weights in each training call.
+
+    Raises:
+        ModelError: the step takes several passes (microbatches), each of which would change them.
+    """
+    if training and in_passes():
+        raise ModelError(
+            f"the layer {layer.name!r} ({type(layer).__name__}) changes its weights in each call, "
+            "and --microbatches makes several calls a step. Leave --microbatches out."
+        )
+    return original(layer, inputs, training=training)
+
+
 def mixed(
     original: Callable[..., Any],
     replica_slice: ReplicaSlice,

@@ -7,7 +7,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 |---|---|---|---|
 | states of steps | public: `keras.Variable.assign`; private: `DistributedVariable.assign`, `assign_add`, `assign_sub` | none | a variable that a step changes gets the value of the global batch |
 | labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
-| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS` and of AugMix | none | these layers know about replicas |
+| layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS`, AugMix and SpectralNormalization | none | these layers know about replicas |
 | conditions | private: `tensorflow.python.ops.cond.cond`, which `tf.cond` and AutoGraph's `if` call | none | never: all replicas must take the branch of one device |
 | custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
@@ -60,6 +60,8 @@ def install() -> None:
     for layer in batch_dependent_layers.LAYERS:
         replace(layer, "call", in_replica_slice(batch_dependent_layers.mixed))
     replace(keras.layers.AugMix, "call", batch_dependent_layers.refuse_choices)
+    once = in_replica_slice(batch_dependent_layers.changed_once)
+    replace(keras.layers.SpectralNormalization, "call", once)
 
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
@@ -181,7 +183,9 @@ _TREATED_AS_OWN = (keras.layers.Lambda, keras.layers.MelSpectrogram)
 def _is_layer_of_keras(layer: Any) -> bool:
     """Returns whether the code of a layer is Keras', and treats each row by itself."""
     of_keras = type(layer).__module__.startswith("keras.src.layers.")
-    return of_keras and not isinstance(layer, _TREATED_AS_OWN)
+    # A recurrent layer may have a cell that is no layer.
+    has_own_cell = not isinstance(getattr(layer, "cell", layer), keras.layers.Layer)
+    return of_keras and not has_own_cell and not isinstance(layer, _TREATED_AS_OWN)
 
 
 def has_own_layers(model: keras.Model) -> bool:

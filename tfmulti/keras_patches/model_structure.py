@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,8 +206,11 @@ def step_replaced(model: keras.Model, step: Callable[[Any], Any]) -> Iterator[No
 
 
 def has_own_step(model: keras.Model, name: str) -> bool:
-    """Returns whether a model's `train_step` or `test_step` is the user's own."""
-    return getattr(type(model), name) is not getattr(keras.Model, name)
+    """Returns whether a model's `train_step`, `test_step` or `predict_step` is the user's own.
+
+    The class may define it, or the model itself may have it as an attribute.
+    """
+    return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
 
 
 def has_own_activation(layer: Any) -> bool:
@@ -223,13 +227,19 @@ def is_along_rows(part: Any, rank: int | None) -> bool:
     """Returns whether a layer, a loss or a metric computes along the axis of the rows.
 
     Args:
-        part: the layer, the loss or the metric, whose `axis` may be one number or several.
+        part: the layer, the loss or the metric. Its `axis` or `attention_axes` may be one number or
+            several.
         rank: the number of axes of the values, or None if it is not known.
     """
     # Its `axis` is that of the rows, over which every metric adds up.
     if isinstance(part, keras.metrics.FBetaScore):
         return False
+    if isinstance(part, keras.layers.EinsumDense):
+        # The first axis of the outputs must be that of the inputs, which has no weights.
+        inputs, weights, outputs = re.split(",|->", part.equation)
+        return inputs[0] != outputs[0] or inputs[0] in weights
     axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))
+    axis = getattr(part, "attention_axes", axis)
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     return any(type(each) is int and each in (0, -(rank or 0)) for each in axes)
 

@@ -310,6 +310,29 @@ def microbatches_with_a_scalar_loss() -> Any:
     return fit(classifier(loss=loss, metrics=None, prepared={"microbatches": 2}))
 
 
+def microbatches_with_spectral_normalization() -> Any:
+    layer = keras.layers.SpectralNormalization(keras.layers.Dense(4))
+    return fit(classifier(layer, prepared={"microbatches": 2}))
+
+
+class SumsInItsLoss(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.losses.MeanSquaredError(reduction="sum")(y[:, None], self(x)[:, :1]) / 24.0
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"mean_loss": loss}
+
+
+def eager_step_with_a_loss_that_sums() -> Any:
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = prepare(SumsInItsLoss(inputs, keras.layers.Dense(3)(inputs)), verify=False)
+        model.compile("sgd", run_eagerly=True)
+    return fit(model)
+
+
 class ClipsInItsStep(keras.Model):
     def __init__(self) -> None:
         super().__init__()

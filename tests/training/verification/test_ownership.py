@@ -10,6 +10,8 @@ import keras
 import pytest
 
 from tests.programs.keras_classes import COMPARED
+from tfmulti.keras_patches.layers import has_own_layers
+from tfmulti.keras_patches.model_structure import has_own_step
 from tfmulti.training.verification import compared
 from tfmulti.training.verification.ownership import own_parts
 
@@ -136,3 +138,75 @@ def test_a_subclass_of_a_known_class_is_not_known() -> None:
         pass
 
     assert own_parts(compiled(Dense(4, name="mine"))) == ["the layer mine"]
+
+
+def test_a_step_that_the_model_has_as_an_attribute_is_not_known() -> None:
+    model = compiled()
+    model.train_step = lambda data: {"loss": 0.0}
+    assert own_parts(model) == ["train_step"]
+    assert has_own_step(model, "train_step")
+    assert not has_own_step(model, "test_step")
+
+
+def test_a_regularizer_of_the_users_own_is_not_known() -> None:
+    class Own(keras.regularizers.Regularizer):
+        def __call__(self, x: Any) -> Any:
+            return keras.ops.max(x)
+
+    def dense(regularizer: Any) -> Any:
+        return keras.layers.Dense(4, activity_regularizer=regularizer, name="regularized")
+
+    assert own_parts(compiled(dense("l2"))) == []
+    assert own_parts(compiled(dense(Own()))) == ["the layer regularized"]
+
+
+def test_a_cell_that_is_no_layer_is_not_known() -> None:
+    class Cell:
+        state_size, output_size = 4, 4
+
+        def call(self, x: Any, states: Any) -> Any:
+            return x[:, :4] - keras.ops.mean(x[:, :4], axis=0), states
+
+    layer = keras.layers.RNN(Cell(), name="recurrent")
+    model = keras.Sequential([keras.Input((2, 6)), layer])
+    model.compile("sgd", "mse")
+    assert own_parts(model) == ["the layer recurrent"]
+    assert has_own_layers(model)
+
+
+def test_an_operation_of_the_users_own_is_not_known() -> None:
+    class Add(keras.Operation):
+        def call(self, x: Any) -> Any:
+            return x + keras.ops.mean(x, axis=0)
+
+        def compute_output_spec(self, x: Any) -> Any:
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    inputs = keras.Input((6,))
+    for operation, parts in ((Add(), ["the operation Add"]), (keras.ops.abs, [])):
+        model = keras.Model(inputs, operation(inputs))
+        model.compile("sgd", "mse")
+        assert own_parts(model) == parts
+
+
+@pytest.mark.parametrize(
+    ("made_by", "is_known"),
+    [
+        ((0,), False),
+        ((1, 2), True),
+        ("abcd,de->abce", True),
+        ("...x,xy->...y", True),
+        ("abcd,de->bace", False),
+        ("abcd,ae->abce", False),
+    ],
+)
+def test_a_layer_that_computes_along_the_rows_is_not_known(made_by: Any, is_known: bool) -> None:
+    """The layer is an attention along axes, or a product that an equation describes."""
+    inputs = keras.Input((3, 3, 3), batch_size=3)
+    if isinstance(made_by, str):
+        outputs = keras.layers.EinsumDense(made_by, (3, 3, 2))(inputs)
+    else:
+        outputs = keras.layers.MultiHeadAttention(1, 2, attention_axes=made_by)(inputs, inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    assert (own_parts(model) == []) is is_known

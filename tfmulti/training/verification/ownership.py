@@ -67,10 +67,12 @@ def own_layers(model: keras.Model) -> list[str]:
         # An axis that is counted from the end may be the first one.
         rank = input_rank_of(layer)
         own_activation = any(map(_is_own_activation, activations_of(layer)))
-        if is_own or own_activation or is_along_rows(layer, rank):
+        # A recurrent layer may have a cell that is no layer, and so none of `layers_of`.
+        held = (getattr(layer, "activity_regularizer", None), getattr(layer, "cell", None))
+        if is_own or own_activation or any(map(_is_of_user, held)) or is_along_rows(layer, rank):
             parts.append(f"the layer {layer.name}")
     for operation in operations_of(model):
-        if type(operation).__name__ not in _BY_ELEMENT:
+        if _is_of_user(operation) or type(operation).__name__ not in _BY_ELEMENT:
             parts.append(f"the operation {type(operation).__name__}")
     return parts
 
@@ -96,7 +98,7 @@ def _metrics_of(model: keras.Model) -> list[Any]:
 
 def _is_own_method(model: keras.Model, name: str) -> bool:
     """Returns whether a method of the model is the user's own."""
-    function = getattr(type(model), name, None)
+    function = vars(model).get(name, getattr(type(model), name, None))
     module = getattr(function, "__module__", "keras")
     return str(module).partition(".")[0] not in _KNOWN
 
