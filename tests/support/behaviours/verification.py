@@ -697,6 +697,25 @@ def verified_with_clipped_gradients(case: str) -> None:
     fit(prepare(model), **ONE_STEP)
 
 
+class CountsCalls(keras.layers.Layer):
+    """Counts its calls, of which each pass of a step makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.add_weight(initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1.0)
+        return x
+
+
+def steps_of_passes_that_count() -> None:
+    with here.strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), CountsCalls(), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    fit(prepare(model, microbatches=2), y=X[:, :3])
+
+
 def train_on_batch_with_a_mistake(case: str) -> None:
     """Trains a wrong model on one batch, without the global values that would correct it."""
     model = _own(case)

@@ -209,6 +209,12 @@ def test_a_learning_rate_of_zero_does_not_hide_a_wrong_gradient(errors: list[lis
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
+@behaviour(verification.steps_of_passes_that_count, at=[ONE_DEVICE])
+def test_passes_are_verified_on_one_replica(errors: list[list[str]]) -> None:
+    [(error, message)] = errors
+    assert (error, "calls' differs from one device" in message) == ("VerificationError", True)
+
+
 @pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm"])
 @behaviour(verification.verified_with_clipped_gradients, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_clipping_does_not_hide_a_wrong_gradient(errors: list[list[str]]) -> None:
