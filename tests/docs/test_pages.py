@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -179,6 +180,45 @@ def test_a_command_of_a_page_runs(tmp_path: Path, place: str) -> None:
     _, *argv = shlex.split(COMMANDS[place])
     done = run([*argv, *RUN[place]], tmp_path / "log", limit_s=LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def messages() -> Iterator[list[str]]:
+    """Yields the words of each text in the code; a null character stands for a value."""
+    for path in sorted((ROOT / "tfmulti").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                yield "".join(map(str, parts)).split()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value.replace("{}", "\0").split()
+
+
+def stand_in(words: list[str], message: list[str]) -> bool:
+    """Returns whether words follow each other in a message, in which one may stand for a value."""
+    for start in range(len(message) - len(words) + 1):
+        found = message[start : start + len(words)]
+        pairs = [(a.strip(".,:;"), b.strip(".,:;")) for a, b in zip(words, found, strict=True)]
+        equal = sum(a == b for a, b in pairs)
+        if 2 * equal >= len(words) and all(a == b or "\0" in b for a, b in pairs):
+            return True
+    return False
+
+
+def test_the_messages_on_the_page_of_limits_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/limits.md").read_text()
+    tables = text[text.index("| what | what happens") : text.index("| trap")]
+    last = [line.split(" | ")[-1] for line in tables.splitlines() if line.startswith("|")]
+    quoted = [words for cell in last for words in re.findall('[`"]([^`"]+)[`"]', cell)]
+    known = list(messages())
+    # The first one is TensorFlow's, and the others are code.
+    others = {"Unable to lift tensor", "(n, 3, d)", "self.steps += 1"}
+    quotes = {quote for quote in quoted if len(quote.split()) > 2} - others
+    assert len(quotes) > 40
+    for quote in sorted(quotes):
+        parts = [part.split() for part in quote.removeprefix("verify: ").split("…")]
+        assert all(
+            any(stand_in(part, message) for message in known) for part in parts if len(part) > 1
+        ), quote
 
 
 def test_links_lead_somewhere() -> None:

@@ -97,6 +97,7 @@ def test_upstream_still_divides_the_losses_that_rows_add(
     assert np.abs(keras_alone - keras_on_one_device).max() > 1e-2
 
 
+@pytest.mark.parametrize("case", ["fit", "train_on_batch"])
 @behaviour(upstream.weights_after_a_schedule_free_step, at=SEVERAL)
 def test_upstream_still_loses_what_an_optimizer_assigns_when_it_builds(results: list[Any]) -> None:
     """The reason for `warn_of_kept_slots`, and for the row about optimizers in docs/limits.md.

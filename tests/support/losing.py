@@ -8,6 +8,7 @@ but the chief alone calls this method.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -18,10 +19,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import make_strategy, prepare
+from tfmulti import make_strategy, prepare, verify
 from tfmulti.distribution.strategies import placement_of
 
-ALONE = ("fit", "evaluate", "predict")
+ALONE = ("fit", "evaluate", "predict", "verify", "train_on_batch")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -49,7 +50,10 @@ def main(how: str) -> int:
     try:
         model.fit(x, x[:, :3], batch_size=10, verbose=0, callbacks=[Loses()])
         if how in ALONE and rank == 0:
-            getattr(model, how)(x, *([x[:, :3]] if how != "predict" else []), verbose=0)
+            targets = [] if how == "predict" else [x[:, :3]]
+            options = {} if how in ("verify", "train_on_batch") else {"verbose": 0}
+            method = functools.partial(verify, model) if how == "verify" else getattr(model, how)
+            method(x, *targets, **options)
     except tf.errors.OpError as error:
         print(type(error).__name__, error.message.splitlines()[0])
         sys.stdout.flush()

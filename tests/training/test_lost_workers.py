@@ -29,6 +29,8 @@ LIMIT_S = 120
             "Call evaluate() on all workers alike, not only on the chief",
         ),
         ("predict", "UnavailableError worker 1 is lost: "),
+        ("verify", "UnavailableError worker 1 is lost: "),
+        ("train_on_batch", "UnavailableError worker 1 is lost: "),
         ("stop", ""),  # TensorFlow's own message
     ],
 )
@@ -45,6 +47,6 @@ def test_it_raises_that_a_worker_is_lost(tmp_path: Path, how: str, message: str)
         assert survivor.wait(LIMIT_S) == 3, group.logs()
         output = group.output(0)
         assert output.startswith(message), group.logs()
-        if how in ("fit", "predict"):
+        if how in ("fit", "predict", "verify", "train_on_batch"):
             assert f"call {how}() on all workers alike, not only on the chief" in output
         assert output.split()[0] in LOST_A_WORKER, group.logs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, custom_steps, numbers, usage
@@ -224,6 +225,14 @@ def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> N
     for kind, message in errors:
         assert kind == error
         assert part in message
+
+
+@behaviour(custom_steps.log_of_rows, at=[ONE_DEVICE, TWO_WORKERS])
+def test_replicas_average_a_log_of_rows_with_a_warning(results: list[Any], place: str) -> None:
+    for rank, (log, losses, warned) in enumerate(results):
+        expected = losses if place == ONE_DEVICE else np.mean(losses)
+        assert log == pytest.approx(expected, rel=1e-6)
+        assert warned == (rank == 0 and place != ONE_DEVICE)
 
 
 @pytest.mark.parametrize("case", ["graph", "eager"])

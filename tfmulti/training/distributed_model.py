@@ -263,7 +263,8 @@ class DistributedModel(keras.Model):
                 "Booleans, lists, iterators and global variables that it changes may differ from "
                 "one device. Keep such values in variables (self.add_weight). Other numbers may "
                 "be attributes, such as self.steps += 1.",
-                stacklevel=4,
+                # The line of the user's program that calls `fit` or another method.
+                stacklevel=5,
             )
 
     @property
@@ -341,7 +342,6 @@ class DistributedModel(keras.Model):
             VerificationError: the first steps differ from those of one device.
         """
         model_checks.check_compiled(self)
-        model_checks.warn_of_kept_slots(self)
         relocation.enter(self)
         placement = self._placement
         if validation_split and validation_data is None:
@@ -349,6 +349,8 @@ class DistributedModel(keras.Model):
             x, y, sample_weight = parts
         with resume.checkpoint_in(callbacks) as checkpoint:
             record = resume.find_record(self, checkpoint)
+            if record is None:
+                model_checks.warn_of_kept_slots(self)
             drawn = same_data.draw_shuffle(self, shuffle) if shuffle else None
             seeds = resume.shuffle_of(record, drawn, state_of(self).options.seed is not None)
             data = DataArguments(
@@ -479,6 +481,7 @@ class DistributedModel(keras.Model):
         with closing(feed):
             return loops.predict(self, feed, count, callback_list)
 
+    @_on_all_workers
     def train_on_batch(
         self,
         x: Any,
@@ -500,6 +503,7 @@ class DistributedModel(keras.Model):
         model_checks.check_compiled(self)
         if self.train_function is None:
             relocation.enter(self)
+            model_checks.warn_of_kept_slots(self)
         if class_weight is not None:
             sample_weight = weights_of_classes(y, class_weight, sample_weight)
         batch = _one_batch(x, y, sample_weight)
@@ -512,6 +516,7 @@ class DistributedModel(keras.Model):
             verification.before_training(self, feed, 1, reports_time=False)
         return _on_batch(self, self.train_function, batch, return_dict)
 
+    @_on_all_workers
     def test_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
     ) -> Any:
@@ -532,6 +537,7 @@ class DistributedModel(keras.Model):
         self.make_test_function()
         return _on_batch(self, self.test_function, batch, return_dict)
 
+    @_on_all_workers
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs of one global batch of arrays, rows in order; see Keras.
 
@@ -544,8 +550,7 @@ class DistributedModel(keras.Model):
             relocation.enter(self)
         self.make_predict_function()
         batch = from_batch(_one_batch(x, None, None), self._placement)
-        with compile_errors_explained():
-            predicted = self.predict_function(batch)
+        predicted = self.predict_function(batch)
         same_data.check_same_batches(predicted.digests)
         return tf.nest.map_structure(loops.concatenated, predicted.outputs)
 
@@ -634,8 +639,7 @@ def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_di
     """Runs one execution on one global batch, and returns its results."""
     model.reset_metrics()
     votes = loops.votes_of(model, stop=False)
-    with compile_errors_explained():
-        result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
+    result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
     return _results(model, loops.as_floats(result.logs), return_dict)
 
 

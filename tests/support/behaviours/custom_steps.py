@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.support.behaviours.common import classifier, fit, here
+from tests.support.behaviours.common import X, Y, classifier, fit, here
 from tfmulti import prepare
 
 PARTS = [np.random.default_rng(i).random((36, 3), np.float32) for i in range(3)]
@@ -169,6 +170,30 @@ class TextLogs(keras.Model):
         logs = super().train_step(data)
         of_inputs = tf.strings.as_string(data[0][0, 0])
         return {**logs, "text": f"call {next(self.calls)}" if self.counts else of_inputs}
+
+
+class LogOfRows(keras.Model):
+    """An evaluation whose log has a value for each row."""
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return {"of_rows": keras.losses.sparse_categorical_crossentropy(y, self(x), True)}
+
+
+def log_of_rows() -> Any:
+    """Returns the log of an evaluation, the losses of its rows, and the number of warnings."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = prepare(LogOfRows(inputs, keras.layers.Dense(3)(inputs)))
+        model.compile("sgd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log = model.evaluate(X[:15], Y[:15], batch_size=15, verbose=0, return_dict=True)["of_rows"]
+        outputs = model.predict(X[:15], verbose=0)
+    losses = keras.losses.sparse_categorical_crossentropy(Y[:15], outputs, from_logits=True)
+    told = [w for w in caught if "the log 'of_rows' has a value for each row" in str(w.message)]
+    return [np.asarray(log).tolist(), np.asarray(losses).tolist(), len(told)]
 
 
 def _text_logs(*, counts: bool, eagerly: bool = False) -> Any:

@@ -550,6 +550,28 @@ def steps_counted_in_passes(mode: str) -> Any:
     return _counting(eagerly=mode == "eager", microbatches=2, verify=False)
 
 
+class CountsInPython(keras.layers.Layer):
+    calls = 0
+
+    def call(self, x: Any) -> Any:
+        self.calls += 1
+        return x
+
+
+def predictions_counted_in_python() -> Any:
+    """Returns how many warnings the predictions of a model give whose layer counts in Python."""
+    with here.strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), CountsInPython()])
+        model.compile("sgd", "mse")
+    prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.predict(X, batch_size=24, verbose=0)
+    words = "the predict_step changes CountsInPython.calls in Python"
+    return sum(words in str(w.message) for w in caught)
+
+
 def warnings_of_eager_code(case: str) -> Any:
     """Returns the warnings of eager steps with a layer of the user's `own`, or of Keras alone."""
     keras.utils.set_random_seed(1)

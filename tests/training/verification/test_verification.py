@@ -155,8 +155,13 @@ def test_all_passes_of_a_step_count_alike(results: list[Any], case: str) -> None
     assert history["text"][1] == f"b'call {history['calls'][1]:.0f}'"
 
 
+@behaviour(verification.predictions_counted_in_python, at=[ONE_DEVICE, TWO_WORKERS])
+def test_numbers_that_predictions_change_are_told(results: list[Any]) -> None:
+    assert results == [1, 0][: len(results)]
+
+
 @pytest.mark.parametrize("case", ["own", "of Keras"])
-@behaviour(verification.warnings_of_eager_code, at=[ONE_DEVICE, TWO_WORKERS])
+@behaviour(verification.warnings_of_eager_code, at=[ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS])
 def test_eager_code_of_the_user_is_told_once_for_each_step(
     results: list[Any], place: str, case: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -41,9 +42,12 @@ def warn_of_kept_slots(model: keras.Model) -> None:
     what `build` assigns there. In Keras only this optimizer's `build` assigns its slots.
     """
     is_chief = placement_of(model.distribute_strategy).is_chief
-    for optimizer in optimizers_of(model):
-        is_kept = isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW)
-        if is_kept and not (optimizer.built or model.run_eagerly) and is_chief:
+    # An older Keras lacks this optimizer.
+    kept = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+    optimizers = optimizers_of(model)
+    for optimizer in [*optimizers, *itertools.chain(*map(inner_optimizers, optimizers))]:
+        is_new = isinstance(optimizer, kept) and not optimizer.built
+        if is_new and not model.run_eagerly and is_chief:
             warnings.warn(
                 "ScheduleFreeAdamW begins with a momentum that plain Keras on one device loses, so "
                 "its numbers differ. Call optimizer.build(model.trainable_variables) before fit, "

@@ -32,6 +32,7 @@ from tfmulti.training.step.step import (
     slice_in_step,
     states_in,
     step_of,
+    warn_of_change,
     warn_of_unknown,
     without_autograph,
 )
@@ -120,6 +121,8 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         by_replica = whole_batch.traced(
             model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
         )
+        if not model.run_eagerly:
+            warn_of_change(model, "predict_step", attributes)
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +20,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import global_values
 from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
 
 Logs = dict[str, tf.Tensor]
@@ -143,6 +145,9 @@ class StepLogs:
                 constants[name] = _constant(name, value)
             elif result is None:
                 means[name] = global_values.averaged(replica_slice, tf.convert_to_tensor(value))
+                shape, is_first = means[name].shape, self._returned[-1] is None
+                if is_first and shape.rank and not shape.is_fully_defined():
+                    self._warn_of_rows(name)
             else:
                 results[name] = result
         keys = set(logs) if isinstance(logs, Mapping) else set()
@@ -151,6 +156,15 @@ class StepLogs:
             self._refuse(returned)
         self._returned[-1] = returned
         return {len(self._returned) - 1: means}
+
+    def _warn_of_rows(self, log: str) -> None:
+        """Warns on the chief of a log with rows, of which `Summary` takes the mean."""
+        if placement_of(self._model.distribute_strategy).is_chief:
+            warnings.warn(
+                f"the log {log!r} has a value for each row, of which the mean is logged. Return "
+                "the mean itself.",
+                stacklevel=2,
+            )
 
     def _refuse(self, returned: _Returned) -> NoReturn:
         """Raises the error that a replica has returned other logs than the one before."""

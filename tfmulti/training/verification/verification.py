@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from tfmulti.config.console import speaker
-from tfmulti.distribution import strategies
+from tfmulti.distribution import connections, strategies
 from tfmulti.distribution.agreement import gather, gather_bytes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ConfigError, DataError, ModelError, VerificationError
@@ -203,8 +203,15 @@ def verify(
         raise ConfigError(f"steps is {steps}, but it must be at least 1.")
     model_checks.check_compiled(model)
     relocation.enter(model)
+    placement = placement_of(model.distribute_strategy)
     data = DataArguments(x, y, sample_weight, batch_size, class_weight)
-    feed = make_feed(data, placement_of(model.distribute_strategy), state_of(model).reading)
+    feed = make_feed(data, placement, state_of(model).reading)
+    with connections.call_of_all(placement, "verify"):
+        return _verified(model, feed, steps)
+
+
+def _verified(model: keras.Model, feed: Feed, steps: int) -> Verification:
+    """Makes the comparison of `verify`."""
     same_data.check_same_data(model, feed)
     model_checks.build(model, feed.data.specs, optimizers=bool(model.run_eagerly))
     state_of(model).specs = feed.data.specs
