@@ -455,6 +455,31 @@ def warnings_of_values_that_are_not_understood(case: str) -> Any:
     return [told, verification and verification.verdict]
 
 
+class OfWeightedRows(NotUnderstood):
+    """A model whose step has a value that is not understood if the rows have weights."""
+
+    def train_step(self, data: Any) -> Any:
+        self.at = "train_step" if len(data) == 3 else ""
+        return super().train_step(data[:2])
+
+
+def warnings_of_another_structure() -> Any:
+    """Returns the warnings of a `fit` without weights, and those of a second one with weights."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = OfWeightedRows(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd")
+    prepare(model)
+    found = []
+    for weights in ({}, {"sample_weight": np.ones(18)}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, **ONE_STEP, **weights)
+        found.append([str(w.message) for w in caught if "it is not known" in str(w.message)])
+    return [*found, state_of(model).verification.verdict]
+
+
 def _by_python(x: Any) -> Any:
     """Returns the tangent of each value, computed by Python outside of the graph."""
     return tf.ensure_shape(tf.numpy_function(np.tanh, [x], tf.float32), (None, 6))

@@ -116,6 +116,13 @@ def test_values_that_are_not_understood_are_told_once(results: list[Any], case: 
     assert all(words in told[0] for words in WARNINGS[case])
 
 
+@behaviour(verification.warnings_of_another_structure, at=[TWO_REPLICAS])
+def test_a_comparison_does_not_settle_data_of_another_structure(results: list[Any]) -> None:
+    [(of_first, of_second, verdict)] = results
+    assert (of_first, len(of_second), verdict) == ([], 1, "same")
+    assert "the custom gradient of" in of_second[0]
+
+
 @behaviour(verification.warnings_of_an_evaluation, at=[TWO_REPLICAS])
 @pytest.mark.parametrize("case", ["understood", "not understood"])
 def test_an_evaluation_with_a_layer_that_is_not_understood_warns(

@@ -72,6 +72,7 @@ class TracedStep:
             depend on the rows.
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
         agreed: the steps of which several workers have agreed whether that is so.
+        compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
         optimizer_variables: the variables of each optimizer, from a trace of the step that built
@@ -83,6 +84,7 @@ class TracedStep:
     unknown: dict[str, dict[str, None]] = field(default_factory=dict)
     whole_batch: set[str] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)
+    compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None
 

@@ -286,22 +286,22 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
     There is no warning while the first steps are compared with one device. If a `train_step` had
-    its numbers there, only loops remain, because later steps may make other iterations. The warning
-    names the first reason that was noted while the step was traced. All noted reasons are then
-    forgotten, so that they give one warning only.
+    its numbers there, only loops remain, because later steps may make other iterations, and what a
+    later trace adds, for data of another structure. The warning names the first reason that was
+    noted while the step was traced. All noted reasons are then forgotten, so that they give one
+    warning only.
     """
-    state = state_of(model)
-    if not state.traced.unknown.get(step) or state.traced.is_compared_now:
+    traced = state_of(model).traced
+    if not traced.unknown.get(step) or traced.is_compared_now:
         return
-    result = state.verification
-    is_compared = result is not None and result.verdict == "same" and step == "train_step"
-    unknown = state.traced.unknown.pop(step)
-    reasons = [reason for reason in unknown if not is_compared or row_labels.is_of_loop(reason)]
+    compared = traced.compared if step == "train_step" else set()
+    unknown = traced.unknown.pop(step)
+    reasons = [r for r in unknown if r not in compared or row_labels.is_of_loop(r)]
     if not reasons or not placement_of(model.distribute_strategy).is_chief:
         return
     reason = reasons[0]
     advice = "Compare the first step with one device: prepare(model, verify=True)."
-    if is_compared:
+    if reason in compared:
         advice = "verify has compared only the iterations that the loop made in the first steps."
     elif step != "train_step":
         advice = "Leave verify=False out, so that each replica computes the whole batch."

@@ -254,6 +254,8 @@ def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
             differs = failure is not None or bool(comparer.draws[0])
             verdict = _verdict_of_all(model, problem, differs)
             if verdict is None:
+                traced = state_of(model).traced
+                traced.compared.update(traced.unknown.get("train_step", ()))
                 return _report(comparer, differences, started)
             rank, is_impossible = verdict
             if is_impossible or comparer.draws[0]:
