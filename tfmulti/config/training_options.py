@@ -104,8 +104,8 @@ class TrainingOptions:
         verify: whether the first `fit` compares its first step with the same step on one device by
             plain Keras. If the numbers differ by more than rounding, `fit` raises
             VerificationError, and nothing is trained or changed. None compares with several
-            replicas if a train_step, loss, metric, layer or optimizer is not Keras' own. The
-            comparison takes one more trace and two steps of the whole batch on one device. With
+            replicas or microbatches if a part of the model is the user's own, or a part of Keras
+            that is not known to be exact (docs/verify.md). The comparison takes one more trace and two steps of the whole batch on one device. With
             False, `evaluate` and `predict` also leave each replica its own rows where it is not
             known how a value depends on them. Otherwise each replica then computes the whole batch.
         verify_steps: how many first steps are compared.
@@ -163,8 +163,8 @@ class TrainingOptions:
     verify: bool | None = flag(
         None,
         "Compare the first step with plain Keras on one device, and fail if the numbers differ by "
-        "more than rounding. Default: with several replicas, if a train_step, loss, metric, layer "
-        "or optimizer is your own.",
+        "more than rounding. Default: with several replicas or microbatches, if a part of the "
+        "model is your own, or is not known to be exact.",
         free=True,
     )
     verify_steps: int = flag(1, "Number of first steps that --verify compares.", low=1, free=True)

@@ -88,9 +88,19 @@ def compiled_outside_the_scope() -> Any:
     return _numbers(model)
 
 
+# Variables that a function of this module changes, which a step calls.
+counted: dict[str, Any] = {}
+
+
+def _count_in(names: list[str]) -> None:
+    for variable in [counted[name] for name in names]:
+        variable.assign_add(1.0)
+
+
 def custom_variables_outside_the_scope() -> Any:
-    """A custom step changes a `tf.Variable` of a closure, of a list, and of a dict of tuples."""
+    """A step changes `tf.Variable`s of a closure, a list, dicts of tuples, and a global dict."""
     count = tf.Variable(0.0)
+    counted["steps"] = tf.Variable(0.0)
 
     class Counts(keras.Model):
         def __init__(self, **kwargs: Any) -> None:
@@ -100,6 +110,7 @@ def custom_variables_outside_the_scope() -> Any:
 
         def train_step(self, data: Any) -> Any:
             count.assign_add(1.0)
+            _count_in(["steps"])
             self.doubled[0].assign(self.doubled[0] * 2.0)
             self.pair["both"][1].assign_add(self.pair["both"][0])
             self.pair["both"][0].assign_add(1.0)
@@ -113,6 +124,7 @@ def custom_variables_outside_the_scope() -> Any:
     assert step.__closure__ is not None
     cells = dict(zip(step.__code__.co_freevars, step.__closure__, strict=True))
     variables = [cells["count"].cell_contents, model.doubled[0], *model.pair["both"]]
+    variables.append(counted["steps"])
     return [numbers, [float(np.asarray(v)) for v in variables]]
 
 

@@ -42,6 +42,7 @@ from tfmulti.keras_patches.variables import (
     variable_keys,
 )
 from tfmulti.training.state import trainer_state
+from tfmulti.training.state.user_lines import is_of_library
 
 SCOPE_ADVICE = (
     "Write 'strategy = tfmulti.make_strategy()' once, and 'with strategy.scope():' around the "
@@ -212,9 +213,8 @@ class _Search:
             with contextlib.suppress(ValueError):
                 places.append((cell.cell_contents, name, _cell_putter(cell)))
         outside = function.__globals__
-        kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
-        for name in function.__code__.co_names:
-            if isinstance(outside.get(name), kinds):
+        for name in _names_in(function.__code__):
+            if _may_be_used_by_a_step(outside.get(name)):
                 places.append((outside[name], name, _putter(outside, name)))
         self._add(places)
 
@@ -231,6 +231,24 @@ class _Search:
             if not _is_of_library(cls.__module__):
                 places += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
         self._add(places)
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """Returns the global names and attributes in the code of a function and of those inside it."""
+    inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return [*code.co_names, *(name for part in inside for name in _names_in(part))]
+
+
+def _may_be_used_by_a_step(value: Any) -> bool:
+    """Returns whether to look at a global value: a variable, a part of Keras, or a user's function.
+
+    A short list or dict may hold such values.
+    """
+    if isinstance(value, types.FunctionType):
+        return not is_of_library(value.__code__.co_filename)
+    if isinstance(value, (list, tuple, dict)):
+        return len(value) <= _SHORT_LIST
+    return isinstance(value, (keras.Variable, tf.Variable, *_OF_KERAS))
 
 
 def _is_of_library(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tells the lines of the user's program from those of libraries, for messages."""
+"""Tells the user's program from libraries, by the names of files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ _LIBRARY_FOLDERS = (
 def is_of_user(file: str) -> bool:
     """Returns whether a file of a stack is part of the user's program."""
     path = os.path.abspath(file)
-    if path.startswith(_LIBRARY_FOLDERS) or "__autograph_generated_file" in path:
+    if "__autograph_generated_file" in path or is_of_library(path):
         return False
-    return os.path.exists(path) and os.sep + "site-packages" + os.sep not in path
+    return os.path.exists(path)
+
+
+def is_of_library(file: str) -> bool:
+    """Returns whether a file is part of Python or of an installed package.
+
+    It need not exist: the cells of a notebook have names of files, too.
+    """
+    path = os.path.abspath(file)
+    return path.startswith(_LIBRARY_FOLDERS) or os.sep + "site-packages" + os.sep in path
