@@ -105,9 +105,10 @@ class TrainingOptions:
             plain Keras. If the numbers differ by more than rounding, `fit` raises
             VerificationError, and nothing is trained or changed. None compares with several
             replicas or microbatches if a part of the model is the user's own, or a part of Keras
-            that is not known to be exact (docs/verify.md). The comparison takes one more trace and two steps of the whole batch on one device. With
-            False, `evaluate` and `predict` also leave each replica its own rows where it is not
-            known how a value depends on them. Otherwise each replica then computes the whole batch.
+            that is not known to be exact (docs/verify.md). The comparison takes one more trace and
+            two steps of the whole batch on one device. With False, `evaluate` and `predict` also
+            leave each replica its own rows where it is not known how a value depends on them.
+            Otherwise each replica then computes the whole batch.
         verify_steps: how many first steps are compared.
 
     Raises:
