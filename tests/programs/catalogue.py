@@ -23,6 +23,7 @@ FAMILIES = (
     "callbacks",
     "precision",
     "keras_classes",
+    "keras_io",
 )
 
 for family in FAMILIES:

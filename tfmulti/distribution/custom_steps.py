@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmulti.distribution import row_labels
 from tfmulti.distribution.global_values import are_known, note_unknown, of_one_device
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import mark_global, reduce_gradients
@@ -132,6 +133,19 @@ def _is_mean(replica_slice: ReplicaSlice, gradient: Any) -> bool:
     return not is_known or label_of(gradient).kind in (Kind.MEAN, Kind.LOCAL)
 
 
+def ctc_loss(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
+) -> Any:
+    """Returns the CTC loss of each row, for `tf.nn.ctc_loss`, which `keras.ops.ctc_loss` calls.
+
+    TensorFlow computes it in loops over the time steps, with a gradient of its own. So no operation
+    shows that each value depends on the same row alone.
+    """
+    losses = original(*args, **kwargs)
+    row_labels.mark_call((args, kwargs), losses)
+    return losses
+
+
 # The module of TensorFlow, the name there, and the function that takes its place in a step.
 FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.nn, "compute_average_loss", average_loss),
@@ -140,4 +154,5 @@ FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf, "clip_by_norm", clip),
     (tf, "clip_by_value", clip),
     (tf.linalg, "global_norm", global_norm),
+    (tf.nn, "ctc_loss", ctc_loss),
 ]

@@ -9,7 +9,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 | labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
 | layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS`, AugMix and SpectralNormalization | none | these layers know about replicas |
 | conditions | private: `tensorflow.python.ops.cond.cond`, which `tf.cond` and AutoGraph's `if` call | none | never: all replicas must take the branch of one device |
-| custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm` | none | these functions know about replicas |
+| custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm`, `tf.nn.ctc_loss` | none | these functions know about replicas |
 | traces of layers | public: `tf.distribute.ReplicaContext.merge_call`; private: `Layer._losses`, `_loss_ids` | none | replicas of one process are traced one after the other |
 """  # noqa: E501
 
