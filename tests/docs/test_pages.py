@@ -185,7 +185,11 @@ def test_a_command_of_a_page_runs(tmp_path: Path, place: str) -> None:
 def messages() -> Iterator[list[str]]:
     """Yields the words of each text in the code; a null character stands for a value."""
     for path in sorted((ROOT / "tfmulti").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        for node in nodes:
+            if node in docstrings:
+                continue
             if isinstance(node, ast.JoinedStr):
                 parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
                 yield "".join(map(str, parts)).split()
@@ -194,7 +198,7 @@ def messages() -> Iterator[list[str]]:
 
 
 def stand_in(words: list[str], message: list[str]) -> bool:
-    """Returns whether words follow each other in a message, in which one may stand for a value."""
+    """Returns whether a message has these words in this order. Values may be any words."""
     for start in range(len(message) - len(words) + 1):
         found = message[start : start + len(words)]
         pairs = [(a.strip(".,:;"), b.strip(".,:;")) for a, b in zip(words, found, strict=True)]

@@ -55,7 +55,7 @@ def changed_once(
     inputs: Any,
     training: bool = False,
 ) -> Any:
-    """Returns what a layer gives that changes its own weights in each training call.
+    """Calls a layer that changes its own weights in each call of a training step.
 
     Raises:
         ModelError: the step takes several passes (microbatches), each of which would change them.

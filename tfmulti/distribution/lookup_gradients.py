@@ -34,7 +34,7 @@ class Lookup(NamedTuple):
     is_alike: bool
 
 
-# The attribute of indices that are the same on all replicas, in a graph without labels.
+# `joined_lookups` sets this attribute of indices that are the same on all replicas.
 _IS_ALIKE = "tfmulti_is_alike"
 
 

@@ -198,19 +198,26 @@ def operations_of(model: keras.Model) -> list[Any]:
 @contextlib.contextmanager
 def step_replaced(model: keras.Model, step: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces the `train_step` of a model by another function inside the context."""
-    vars(model)["train_step"] = step
+    attributes, name = vars(model), "train_step"
+    before = {name: attributes[name]} if name in attributes else {}
+    # So `has_own_step` gives the same answer as before.
+    step.__module__ = method_of(model, name).__module__
+    attributes[name] = step
     try:
         yield
     finally:
-        del vars(model)["train_step"]
+        del attributes[name]
+        attributes.update(before)
+
+
+def method_of(model: keras.Model, name: str) -> Any:
+    """Returns a method of a model: an attribute of the model itself, or else of its class."""
+    return vars(model).get(name, getattr(type(model), name, None))
 
 
 def has_own_step(model: keras.Model, name: str) -> bool:
-    """Returns whether a model's `train_step`, `test_step` or `predict_step` is the user's own.
-
-    The class may define it, or the model itself may have it as an attribute.
-    """
-    return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+    """Returns whether a model's `train_step`, `test_step` or `predict_step` is the user's own."""
+    return not is_of_keras(method_of(model, name))
 
 
 def has_own_activation(layer: Any) -> bool:

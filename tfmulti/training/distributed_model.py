@@ -49,6 +49,7 @@ from tfmulti.training.input.feed import (
 )
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
+from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import loops, same_data
 from tfmulti.training.memory import (
     GB,
@@ -219,6 +220,7 @@ class DistributedModel(keras.Model):
                 take_reduced_gradients(optimizer, reduce, take)
             watch_losses(self)
             self._warn_of_eager_code("train_step")
+            state_of(self).traced.compared.clear()
             self.train_function = Execution(self, training=True)
 
     def make_test_function(self, force: bool = False) -> None:
@@ -248,7 +250,7 @@ class DistributedModel(keras.Model):
         whole_batch.use_if_any(self, step, reason if self._has_own_code(step) else None)
 
     def _has_own_code(self, step: str) -> bool:
-        """Returns whether a step runs parts that are not known to be Keras'."""
+        """Returns whether a step runs parts that are not known to be exact; see `own_parts`."""
         parts = own_layers(self) if step == "predict_step" else own_parts(self)
         return bool(parts) or has_own_step(self, step)
 
@@ -258,8 +260,8 @@ class DistributedModel(keras.Model):
         is_eager = self.run_eagerly and placement.replicas > 1 and placement.is_chief
         if is_eager and self._has_own_code(step):
             warnings.warn(
-                f"run_eagerly=True: each of {placement.replicas} replicas runs your Python code "
-                f"of the {step}. Numbers that it computes from rows, as by float(loss), and "
+                f"run_eagerly=True: each of {placement.replicas} replicas runs the Python code of "
+                f"the {step}. Numbers that your code computes from rows, as by float(loss), and "
                 "Booleans, lists, iterators and global variables that it changes may differ from "
                 "one device. Keep such values in variables (self.add_weight). Other numbers may "
                 "be attributes, such as self.steps += 1.",
@@ -509,12 +511,9 @@ class DistributedModel(keras.Model):
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch, optimizers=bool(self.run_eagerly))
         self.make_train_function()
-        if verification.is_due(self):
-            rows = len(tf.nest.flatten(batch)[0])
-            data = DataArguments(x, y, sample_weight, rows, steps_per_epoch=1)
-            feed = make_feed(data, self._placement)
-            verification.before_training(self, feed, 1, reports_time=False)
-        return _on_batch(self, self.train_function, batch, return_dict)
+        given = from_batch(batch, self._placement)
+        verification.before_batch(self, batch, given)
+        return _on_batch(self, self.train_function, given, return_dict)
 
     @_on_all_workers
     def test_on_batch(
@@ -535,7 +534,8 @@ class DistributedModel(keras.Model):
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch)
         self.make_test_function()
-        return _on_batch(self, self.test_function, batch, return_dict)
+        given = from_batch(batch, self._placement)
+        return _on_batch(self, self.test_function, given, return_dict)
 
     @_on_all_workers
     def predict_on_batch(self, x: Any) -> Any:
@@ -635,11 +635,13 @@ def _one_batch(x: Any, y: Any, sample_weight: Any) -> Any:
     return tf.nest.map_structure(tf.convert_to_tensor, source.data)
 
 
-def _on_batch(model: DistributedModel, execute: Execution, batch: Any, return_dict: bool) -> Any:
-    """Runs one execution on one global batch, and returns its results."""
+def _on_batch(
+    model: DistributedModel, execute: Execution, batch: WorkerBatch, return_dict: bool
+) -> Any:
+    """Runs one execution on one batch, and returns its results."""
     model.reset_metrics()
     votes = loops.votes_of(model, stop=False)
-    result = loops.run(model, execute, from_batch(batch, model._placement), 1, votes)
+    result = loops.run(model, execute, batch, 1, votes)
     return _results(model, loops.as_floats(result.logs), return_dict)
 
 

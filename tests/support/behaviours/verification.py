@@ -756,6 +756,30 @@ def verified_with_clipped_gradients(case: str) -> None:
     fit(prepare(model), **ONE_STEP)
 
 
+def verified_with_a_step_that_is_an_attribute() -> Any:
+    """Returns the verdict with clipping, the losses, and whether the model still has the step."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = prepare(keras.Model(inputs, keras.layers.Dense(3)(inputs)))
+
+        def step(data: Any) -> Any:
+            x, y = data
+            # All traces that are compared must draw the same number.
+            rate = random.random()
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(_from_logits(y, model(x))) * rate
+            weights = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"own": loss}
+
+        model.train_step = step
+        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1))
+    random.seed(4)
+    logs = fit(model, **ONE_STEP | {"epochs": 2})
+    return [state_of(model).verification.verdict, logs["own"], model.train_step is step]
+
+
 class CountsCalls(keras.layers.Layer):
     """Counts its calls, of which each pass of a step makes one."""
 

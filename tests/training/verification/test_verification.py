@@ -177,7 +177,7 @@ def test_eager_code_of_the_user_is_told_once_for_each_step(
     steps = ["train_step", "test_step", "predict_step"] if is_told else []
     assert len(of_chief) == len(steps)
     for step, message in zip(steps, of_chief, strict=True):
-        assert f"runs your Python code of the {step}. " in message
+        assert f"runs the Python code of the {step}. " in message
     assert not any(of_others)
 
 
@@ -221,10 +221,19 @@ def test_a_learning_rate_of_zero_does_not_hide_a_wrong_gradient(errors: list[lis
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
+@behaviour(verification.verified_with_a_step_that_is_an_attribute, at=[TWO_REPLICAS])
+def test_a_step_that_is_an_attribute_stays(results: list[Any]) -> None:
+    [(verdict, losses, is_kept)] = results
+    assert (verdict, is_kept) == ("same", True)
+    assert len(losses) == 2
+
+
 @behaviour(verification.steps_of_passes_that_count, at=[ONE_DEVICE])
 def test_passes_are_verified_on_one_replica(errors: list[list[str]]) -> None:
     [(error, message)] = errors
-    assert (error, "calls' differs from one device" in message) == ("VerificationError", True)
+    assert error == "VerificationError"
+    assert "on 1 replica the variable" in message
+    assert "Leave --microbatches out" in message
 
 
 @pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm"])

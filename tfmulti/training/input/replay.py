@@ -19,6 +19,7 @@ from tfmulti.distribution.strategies import Placement
 from tfmulti.training.input.dataset_feed import DatasetFeed
 from tfmulti.training.input.feed import SourceFeed
 from tfmulti.training.input.interface import Feed
+from tfmulti.training.input.worker_batch import WorkerBatch
 
 
 class Trial:
@@ -79,6 +80,25 @@ class Trial:
     def close(self) -> None:
         """Ends the threads that read the data for the trial."""
         self._close()
+
+
+class BatchTrial:
+    """The trial of a single batch, which `train_on_batch` got.
+
+    Attributes:
+        batches: the batch, in a list.
+        runs_user_code: False, because nothing is read.
+    """
+
+    def __init__(self, batch: Any, given: WorkerBatch) -> None:
+        self.batches, self.runs_user_code, self._given = [batch], False, given
+
+    def begin_again(self) -> None:
+        """Does nothing, because `source` can give the batch any number of times."""
+
+    def source(self, step: int) -> WorkerBatch:
+        """Returns the batch as the training takes it."""
+        return self._given
 
 
 def _read_apart(feed: SourceFeed, count: int) -> list[Any]:

@@ -12,6 +12,7 @@ dictionaries, or in the closures and globals of functions. These are replaced wh
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import os
 import types
@@ -213,7 +214,7 @@ class _Search:
             with contextlib.suppress(ValueError):
                 places.append((cell.cell_contents, name, _cell_putter(cell)))
         outside = function.__globals__
-        for name in _names_in(function.__code__):
+        for name in _globals_in(function.__code__):
             if _may_be_used_by_a_step(outside.get(name)):
                 places.append((outside[name], name, _putter(outside, name)))
         self._add(places)
@@ -233,22 +234,28 @@ class _Search:
         self._add(places)
 
 
-def _names_in(code: types.CodeType) -> list[str]:
-    """Returns the global names and attributes in the code of a function and of those inside it."""
+@functools.cache
+def _globals_in(code: types.CodeType) -> list[str]:
+    """Returns the global names that a function reads, and those that functions inside it read."""
     inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return [*code.co_names, *(name for part in inside for name in _names_in(part))]
+    names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
+    return [*dict.fromkeys([*names, *(name for part in inside for name in _globals_in(part))])]
 
 
 def _may_be_used_by_a_step(value: Any) -> bool:
     """Returns whether to look at a global value: a variable, a part of Keras, or a user's function.
 
-    A short list or dict may hold such values.
+    A short list, tuple or dict may hold variables and parts of Keras.
     """
-    if isinstance(value, types.FunctionType):
-        return not is_of_library(value.__code__.co_filename)
-    if isinstance(value, (list, tuple, dict)):
-        return len(value) <= _SHORT_LIST
-    return isinstance(value, (keras.Variable, tf.Variable, *_OF_KERAS))
+    kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
+    function = getattr(value, "python_function", value)
+    if isinstance(function, types.FunctionType):
+        return not is_of_library(function.__code__.co_filename)
+    if isinstance(value, (list, tuple, dict)) and len(value) <= _SHORT_LIST:
+        return any(
+            isinstance(v, kinds) for v in (value.values() if isinstance(value, dict) else value)
+        )
+    return isinstance(value, kinds)
 
 
 def _is_of_library(module: Any) -> bool:

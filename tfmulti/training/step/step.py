@@ -286,8 +286,8 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
     There is no warning while the first steps are compared with one device. If a `train_step` had
-    its numbers there, only loops remain, because later steps may make other iterations, and what a
-    later trace adds, for data of another structure. The warning names the first reason that was
+    its numbers there, loops remain, because later steps may make other iterations. So do values of
+    a later trace, for data of another structure. The warning names the first reason that was
     noted while the step was traced. All noted reasons are then forgotten, so that they give one
     warning only.
     """

@@ -158,11 +158,11 @@ class StepLogs:
         return {len(self._returned) - 1: means}
 
     def _warn_of_rows(self, log: str) -> None:
-        """Warns on the chief of a log with rows, of which `Summary` takes the mean."""
+        """Warns on the chief of a log of unknown size, of which `Summary` takes the mean."""
         if placement_of(self._model.distribute_strategy).is_chief:
             warnings.warn(
-                f"the log {log!r} has a value for each row, of which the mean is logged. Return "
-                "the mean itself.",
+                f"the log {log!r} is no number, but has an unknown size, as a value for each row. "
+                "Its mean is logged. Return the mean itself.",
                 stacklevel=2,
             )
 

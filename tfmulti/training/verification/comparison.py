@@ -276,7 +276,8 @@ def in_words(
     place = f", in {difference.line}" if difference.line else ""
     size = "" if difference.ratio is None else f" ({difference.ratio:.4g} times as much)"
     return (
-        f"verify: after {after} on {replicas} replicas {_subject(difference)} differs from one "
+        f"verify: after {after} on {replicas} replica{'s' if replicas > 1 else ''} "
+        f"{_subject(difference)} differs from one "
         f"device: {difference.on_replicas:.7g} where one device has "
         f"{difference.on_one_device:.7g}{size}; the difference is "
         f"{difference.difference:.2g}, and rounding explains {difference.limit:.2g}{place}. "
@@ -315,6 +316,11 @@ def _subject(difference: Difference) -> str:
 
 def _advice(difference: Difference, replicas: int) -> str:
     """Returns what the user can do about a difference."""
+    if replicas == 1:
+        return (
+            "Each pass of a step (--microbatches) computes it from its own rows. Leave "
+            "--microbatches out. If there is only one pass, report this."
+        )
     scale = difference.scale
     if scale is not None and difference.kind in ("gradient", "slot", "weight", "loss"):
         if abs(scale - replicas) < 0.1 * replicas:

@@ -16,6 +16,7 @@ from tfmulti.keras_patches.model_structure import (
     input_rank_of,
     is_along_rows,
     layers_of,
+    method_of,
     operations_of,
 )
 from tfmulti.training.state.model_checks import optimizers_of
@@ -28,6 +29,9 @@ _BY_ELEMENT = names(
     "Abs Absolute Add Cast Clip Cos Divide Exp Log Log1p Maximum Minimum Multiply Negative Power "
     "Relu Sigmoid Sin Sqrt Square Subtract Tanh TrueDivide"
 )
+
+# This regularizer compares the rows with each other.
+_BETWEEN_ROWS = (keras.regularizers.OrthogonalRegularizer,)
 
 
 def own_parts(model: keras.Model) -> list[str]:
@@ -69,7 +73,8 @@ def own_layers(model: keras.Model) -> list[str]:
         own_activation = any(map(_is_own_activation, activations_of(layer)))
         # A recurrent layer may have a cell that is no layer, and so none of `layers_of`.
         held = (getattr(layer, "activity_regularizer", None), getattr(layer, "cell", None))
-        if is_own or own_activation or any(map(_is_of_user, held)) or is_along_rows(layer, rank):
+        is_own = is_own or any(map(_is_of_user, held)) or isinstance(held[0], _BETWEEN_ROWS)
+        if is_own or own_activation or is_along_rows(layer, rank):
             parts.append(f"the layer {layer.name}")
     for operation in operations_of(model):
         if _is_of_user(operation) or type(operation).__name__ not in _BY_ELEMENT:
@@ -98,8 +103,7 @@ def _metrics_of(model: keras.Model) -> list[Any]:
 
 def _is_own_method(model: keras.Model, name: str) -> bool:
     """Returns whether a method of the model is the user's own."""
-    function = vars(model).get(name, getattr(type(model), name, None))
-    module = getattr(function, "__module__", "keras")
+    module = getattr(method_of(model, name), "__module__", "keras")
     return str(module).partition(".")[0] not in _KNOWN
 
 

@@ -29,6 +29,7 @@ from tfmulti.distribution import python_attributes
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, step_replaced
+from tfmulti.keras_patches.optimizers import inner_optimizers
 from tfmulti.keras_patches.random_numbers import (
     global_generator,
     step_generator,
@@ -36,7 +37,7 @@ from tfmulti.keras_patches.random_numbers import (
 )
 from tfmulti.keras_patches.variables import tf_variable_of
 from tfmulti.training.input.pipeline import from_batch
-from tfmulti.training.input.replay import Trial
+from tfmulti.training.input.replay import BatchTrial, Trial
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import loops
 from tfmulti.training.loop.stop_votes import Votes
@@ -76,7 +77,7 @@ class StepComparison:
         seconds_apart: the seconds of all comparisons that the training does not need itself.
     """
 
-    def __init__(self, model: keras.Model, trial: Trial) -> None:
+    def __init__(self, model: keras.Model, trial: Trial | BatchTrial) -> None:
         self._model, self._trial = model, trial
         self.placement: Placement = placement_of(model.distribute_strategy)
         self.steps = len(trial.batches)
@@ -169,7 +170,9 @@ class StepComparison:
         A gradient that is wrong by a factor may then give the right weights and slots.
         """
         names = ("clipnorm", "global_clipnorm")
-        return any(getattr(o, name, None) for o in self._state.optimizers for name in names)
+        optimizers = model_checks.optimizers_of(self._model)
+        inner = [each for optimizer in optimizers for each in inner_optimizers(optimizer)]
+        return any(getattr(o, name, None) for o in (*optimizers, *inner) for name in names)
 
     def _take_on_replicas(self) -> tuple[dict[str, np.ndarray], float]:
         """Takes the steps on the replicas, and returns the logs and the seconds that they took."""
@@ -333,6 +336,9 @@ class StepComparison:
             with step_replaced(model, recording.returning_notes(step, replicas_notes.append)):
                 one_step = steps.make_step(model, seeds, None, training=True)
             python_attributes.restore(self._attributes)
+            if not self._trial.runs_user_code:
+                # The trace on one device begins with the same state of Python's generator.
+                random.setstate(self._python)
             noted, _ = one_step(worker_batch)
             of_replicas = [self._of_replica(noted, i) for i in range(self.placement.local_replicas)]
             relocation.set_values(self._state, self._begin)

@@ -27,7 +27,8 @@ from tfmulti.keras_patches.model_structure import layers_of
 from tfmulti.keras_patches.variables import strategy_of
 from tfmulti.training.input.feed import DataArguments, SourceFeed, make_feed
 from tfmulti.training.input.interface import Feed
-from tfmulti.training.input.replay import Trial
+from tfmulti.training.input.replay import BatchTrial, Trial
+from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import same_data
 from tfmulti.training.loop.data_faults import data_faults_explained
 from tfmulti.training.state import model_checks, relocation
@@ -54,10 +55,7 @@ def is_due(model: keras.Model) -> bool:
     if options.verify is not None:
         return options.verify
     several = placement_of(model.distribute_strategy).replicas > 1 or options.microbatches > 1
-    wanted = several and bool(own_parts(model))
-    # The search for these parts takes 40 ms for 300 layers, in each call of `train_on_batch`.
-    model.train_function.is_verified = not wanted
-    return wanted
+    return several and bool(own_parts(model))
 
 
 def reason_to_skip(model: keras.Model) -> str | None:
@@ -101,14 +99,7 @@ def before_training(
             asked for it.
     """
     state = state_of(model)
-    if not is_due(model):
-        return
-    reason = reason_to_skip(model)
-    if reason is not None:
-        state.verification = Verification(verdict="skipped", reason=reason)
-        model.train_function.is_verified = True
-        if state.options.verify and placement_of(model.distribute_strategy).is_chief:
-            warnings.warn(f"verify: the numbers are not compared: {reason}.", stacklevel=3)
+    if not is_due(model) or _is_skipped(model):
         return
     is_long_enough = feed.data.holds(steps_per_epoch)
     at_once = int(model.steps_per_execution) if is_long_enough else 1
@@ -134,6 +125,39 @@ def before_training(
                 speaker(placement_of(model.distribute_strategy).is_chief)(
                     "verify", cost_in_words(state.verification)
                 )
+
+
+def before_batch(model: keras.Model, batch: Any, given: WorkerBatch) -> None:
+    """Compares the step of `train_on_batch` if a comparison is due. Every worker calls it.
+
+    Args:
+        model: the prepared, compiled and built model, with a train function.
+        batch: the global batch.
+        given: the same batch, as the replicas of this worker take it.
+
+    Raises:
+        VerificationError: as for `before_training`.
+    """
+    if is_due(model) and not _is_skipped(model):
+        required = bool(state_of(model).options.verify)
+        state_of(model).verification = check(model, BatchTrial(batch, given), required=required)
+    # The search for parts that are not known takes 40 ms for 300 layers.
+    model.train_function.is_verified = True
+
+
+def _is_skipped(model: keras.Model) -> bool:
+    """Returns whether the model's options do not give one device's numbers, and notes the reason.
+
+    A warning tells the user who has asked for the comparison.
+    """
+    reason, state = reason_to_skip(model), state_of(model)
+    if reason is None:
+        return False
+    state.verification = Verification(verdict="skipped", reason=reason)
+    model.train_function.is_verified = True
+    if state.options.verify and placement_of(model.distribute_strategy).is_chief:
+        warnings.warn(f"verify: the numbers are not compared: {reason}.", stacklevel=4)
+    return True
 
 
 def _trial_of_all(model: keras.Model, make: Callable[[], Trial]) -> Trial | None:
@@ -229,7 +253,7 @@ def _verified(model: keras.Model, feed: Feed, steps: int) -> Verification:
     return result
 
 
-def check(model: keras.Model, trial: Trial, *, required: bool) -> Verification:
+def check(model: keras.Model, trial: Trial | BatchTrial, *, required: bool) -> Verification:
     """Compares the first steps, and returns the result. Every worker calls it.
 
     Raises:
