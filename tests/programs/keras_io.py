@@ -119,7 +119,7 @@ def rows_shuffled_by_tf_random() -> Made:
     return _shuffling(ShufflesRows)
 
 
-@program("keras-io: MixUp in a train_step", expects="differ")
+@program("Keras: keras.random.shuffle in a train_step", expects="differ")
 def rows_shuffled_by_keras() -> Made:
     """A step that compares each row with another row, which keras.random.shuffle chooses."""
     return _shuffling(ShufflesByKeras)
@@ -287,7 +287,7 @@ def likeness_of_images() -> Made:
     return Made(model, {"optimizer": adam()}, fit(images(), images()[::-1]))
 
 
-@program("keras-io: Music source separation with HTDemucs and STFT")
+@program("keras-io: Vocal Track Separation with Encoder-Decoder Architecture")
 def gradients_accumulated_by_keras() -> Made:
     """An optimizer that adds up the gradients of two steps, and a loss of spectra within a row."""
 
@@ -578,7 +578,7 @@ class OfExperts(keras.Model):
         return {"own_loss": loss, "overflow": self.mixture.overflow}
 
 
-@program("keras-io: MNIST with a mixture of experts")
+@program("mixture of experts: balanced loads and capacities")
 def rows_counted_for_experts() -> Made:
     """Numbers of rows for each expert, whose excess over a capacity is part of the loss."""
     return Made(OfExperts(), {"optimizer": adam(), "loss": SPARSE}, fit(features(4), labels()))
