@@ -91,6 +91,7 @@ CORE = (
     "gradient_through_two_steps",
     "gradient_through_a_stateless_call",
     "gradient_penalty_through_normalization",
+    "ctc_in_an_added_loss",
     "keras_losses",
     "keras_optimizers",
 )
