@@ -14,7 +14,6 @@ import tfmulti
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step import warn_of_unknown
-from tfmulti.training.verification.result import Verification
 
 pytestmark = pytest.mark.mirrored
 
@@ -37,20 +36,20 @@ def test_predict_reports_each_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "verdict", "expected"),
+    ("operation", "is_compared", "expected"),
     [
-        ("the loop 'l' (While)", "same", "only the iterations that the loop made in the first"),
-        ("the loop 'l' (While)", "skipped", "Compare the first step"),
-        ("the operation 'o' (Foo)", "same", None),
-        ("the operation 'o' (Foo)", "skipped", "Compare the first step"),
+        ("the loop 'l' (While)", True, "only the iterations that the loop made in the first"),
+        ("the loop 'l' (While)", False, "Compare the first step"),
+        ("the operation 'o' (Foo)", True, None),
+        ("the operation 'o' (Foo)", False, "Compare the first step"),
     ],
 )
 def test_a_passed_comparison_does_not_speak_for_later_iterations_of_a_loop(
-    operation: str, verdict: str, expected: str | None
+    operation: str, is_compared: bool, expected: str | None
 ) -> None:
     model = model_of_one_device()
     state = state_of(model)
-    state.verification = Verification(verdict=verdict)
+    state.traced.compared = {operation} if is_compared else set()
     state.traced.unknown["train_step"] = {operation: None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
