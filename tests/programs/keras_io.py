@@ -216,7 +216,7 @@ def weights_drawn_in_the_forward_pass() -> Made:
 
 
 class KeepsTensors(layers.Layer):
-    """Keeps what it has computed as an attribute, which the step reads afterwards."""
+    """A layer that keeps a tensor as an attribute, which the step reads after the call."""
 
     def __init__(self) -> None:
         super().__init__()

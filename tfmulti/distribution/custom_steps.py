@@ -16,12 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmulti.distribution import row_labels
 from tfmulti.distribution.global_values import are_known, note_unknown, of_one_device
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import mark_global, reduce_gradients
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
-from tfmulti.distribution.row_labels import label_of
+from tfmulti.distribution.row_labels import label_of, mark_call
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 
@@ -142,7 +141,7 @@ def ctc_loss(
     shows that each value depends on the same row alone.
     """
     losses = original(*args, **kwargs)
-    row_labels.mark_call((args, kwargs), losses)
+    mark_call((args, kwargs), losses)
     return losses
 
 

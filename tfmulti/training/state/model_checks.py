@@ -44,8 +44,7 @@ def warn_of_kept_slots(model: keras.Model) -> None:
     is_chief = placement_of(model.distribute_strategy).is_chief
     # An older Keras lacks this optimizer.
     kept = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
-    optimizers = optimizers_of(model)
-    for optimizer in [*optimizers, *itertools.chain(*map(inner_optimizers, optimizers))]:
+    for optimizer in with_inner_optimizers(model):
         is_new = isinstance(optimizer, kept) and not optimizer.built
         if is_new and not model.run_eagerly and is_chief:
             warnings.warn(
@@ -125,6 +124,12 @@ def check_rows_are_free(model: keras.Model) -> None:
             )
 
 
+def with_inner_optimizers(model: keras.Model) -> list[Any]:
+    """Returns what `optimizers_of` does, and the optimizers inside these."""
+    optimizers = optimizers_of(model)
+    return [*optimizers, *itertools.chain(*map(inner_optimizers, optimizers))]
+
+
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the compiled optimizer, and those that the model holds for its own train_step.
 
@@ -156,9 +161,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 @contextlib.contextmanager
 def as_made(model: keras.Model) -> Iterator[None]:
     """Gives the model and its optimizers back the user's classes inside the context."""
-    optimizers = optimizers_of(model)
-    inner = [wrapped for optimizer in optimizers for wrapped in inner_optimizers(optimizer)]
-    with original_classes(model, *optimizers, *inner):
+    with original_classes(model, *with_inner_optimizers(model)):
         yield
 
 

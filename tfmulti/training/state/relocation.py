@@ -236,7 +236,7 @@ class _Search:
 
 @functools.cache
 def _globals_in(code: types.CodeType) -> list[str]:
-    """Returns the global names that a function reads, and those that functions inside it read."""
+    """Returns the names of the globals that a function and the functions inside it read."""
     inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     return [*dict.fromkeys([*names, *(name for part in inside for name in _globals_in(part))])]
@@ -252,9 +252,8 @@ def _may_be_used_by_a_step(value: Any) -> bool:
     if isinstance(function, types.FunctionType):
         return not is_of_library(function.__code__.co_filename)
     if isinstance(value, (list, tuple, dict)) and len(value) <= _SHORT_LIST:
-        return any(
-            isinstance(v, kinds) for v in (value.values() if isinstance(value, dict) else value)
-        )
+        items = value.values() if isinstance(value, dict) else value
+        return any(isinstance(item, kinds) for item in items)
     return isinstance(value, kinds)
 
 

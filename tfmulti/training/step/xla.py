@@ -219,18 +219,15 @@ class _GradientTaker:
 
     def gradients_of(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns the gradients from what the compiled function has returned for `tensors`."""
-        return [
-            joined_lookups(
-                [
-                    Lookup(part.values, part.indices, lookup.is_alike)
-                    for part, lookup in zip(found, lookups, strict=True)
-                ],
-                found[0],
-            )
-            if lookups
-            else found
-            for found, lookups in zip(tensors, self._lookups, strict=True)
-        ]
+        gradients = []
+        for found, lookups in zip(tensors, self._lookups, strict=True):
+            if not lookups:
+                gradients.append(found)
+                continue
+            pairs = zip(found, lookups, strict=True)
+            outside = [Lookup(part.values, part.indices, old.is_alike) for part, old in pairs]
+            gradients.append(joined_lookups(outside, found[0]))
+        return gradients
 
 
 def _warn(reason: str) -> None:

@@ -41,7 +41,7 @@ def own_parts(model: keras.Model) -> list[str]:
     parts may be methods of the step, losses, metrics, layers, operations and optimizers.
     """
     methods = ("train_step", "compute_loss", "compute_metrics")
-    parts = [name for name in methods if _is_own_method(model, name)]
+    parts = [name for name in methods if _is_of_user(method_of(model, name))]
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         function = keras.losses.get(loss) if isinstance(loss, str) else loss
         is_own = _is_own(function) or _is_own(getattr(loss, "fn", None))
@@ -66,7 +66,7 @@ def own_layers(model: keras.Model) -> list[str]:
     parts = []
     for layer in layers_of(model):
         # A model without a `call` of its own only holds layers.
-        only_holds = layer is model and not _is_own_method(model, "call")
+        only_holds = layer is model and not _is_of_user(method_of(model, "call"))
         is_own = isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not only_holds)
         # An axis that is counted from the end may be the first one.
         rank = input_rank_of(layer)
@@ -99,12 +99,6 @@ def _metrics_of(model: keras.Model) -> list[Any]:
     for metric in model.metrics:
         metrics += getattr(metric, "metrics", None) or [metric]
     return metrics
-
-
-def _is_own_method(model: keras.Model, name: str) -> bool:
-    """Returns whether a method of the model is the user's own."""
-    module = getattr(method_of(model, name), "__module__", "keras")
-    return str(module).partition(".")[0] not in _KNOWN
 
 
 def _is_own(part: Any) -> bool:

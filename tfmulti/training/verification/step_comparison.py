@@ -29,7 +29,6 @@ from tfmulti.distribution import python_attributes
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, step_replaced
-from tfmulti.keras_patches.optimizers import inner_optimizers
 from tfmulti.keras_patches.random_numbers import (
     global_generator,
     step_generator,
@@ -170,9 +169,8 @@ class StepComparison:
         A gradient that is wrong by a factor may then give the right weights and slots.
         """
         names = ("clipnorm", "global_clipnorm")
-        optimizers = model_checks.optimizers_of(self._model)
-        inner = [each for optimizer in optimizers for each in inner_optimizers(optimizer)]
-        return any(getattr(o, name, None) for o in (*optimizers, *inner) for name in names)
+        optimizers = model_checks.with_inner_optimizers(self._model)
+        return any(getattr(optimizer, name, None) for optimizer in optimizers for name in names)
 
     def _take_on_replicas(self) -> tuple[dict[str, np.ndarray], float]:
         """Takes the steps on the replicas, and returns the logs and the seconds that they took."""

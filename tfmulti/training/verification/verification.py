@@ -99,7 +99,7 @@ def before_training(
             asked for it.
     """
     state = state_of(model)
-    if not is_due(model) or _is_skipped(model):
+    if not is_due(model) or _note_reason_to_skip(model):
         return
     is_long_enough = feed.data.holds(steps_per_epoch)
     at_once = int(model.steps_per_execution) if is_long_enough else 1
@@ -138,17 +138,17 @@ def before_batch(model: keras.Model, batch: Any, given: WorkerBatch) -> None:
     Raises:
         VerificationError: as for `before_training`.
     """
-    if is_due(model) and not _is_skipped(model):
+    if is_due(model) and not _note_reason_to_skip(model):
         required = bool(state_of(model).options.verify)
         state_of(model).verification = check(model, BatchTrial(batch, given), required=required)
     # The search for parts that are not known takes 40 ms for 300 layers.
     model.train_function.is_verified = True
 
 
-def _is_skipped(model: keras.Model) -> bool:
-    """Returns whether the model's options do not give one device's numbers, and notes the reason.
+def _note_reason_to_skip(model: keras.Model) -> bool:
+    """Notes why a model cannot have one device's numbers, and returns whether that is so.
 
-    A warning tells the user who has asked for the comparison.
+    If the user has asked for the comparison, a warning gives the reason.
     """
     reason, state = reason_to_skip(model), state_of(model)
     if reason is None:
