@@ -26,6 +26,7 @@ from tests.programs.common import (
     tokens,
 )
 from tests.programs.registry import TF_RANDOM, Made, program
+from tests.programs.supervised import Step
 
 # Sequences of sounds, and the shorter sequences of letters that they stand for. Class 0 is blank.
 SOUNDS, LETTERS = features(8, 4), np.maximum(tokens(3, 5), 1)
@@ -86,20 +87,15 @@ def ctc_as_the_loss() -> Made:
     )
 
 
-class ShufflesRows(keras.Model):
+class ShufflesRows(Step):
     """Trains on each row and on another one of the batch, chosen at random."""
 
     def shuffled(self, x: Any) -> Any:
         return tf.random.shuffle(x, seed=3)
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            apart = tf.square(self(x) - self(self.shuffled(x)))
-            loss = tf.reduce_mean(self.compute_loss(y=y, y_pred=self(x))) - tf.reduce_mean(apart)
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"own_loss": loss}
+    def of(self, x: Any, y: Any) -> Any:
+        apart = tf.square(self(x) - self(self.shuffled(x)))
+        return tf.reduce_mean(self.compute_loss(y=y, y_pred=self(x))) - tf.reduce_mean(apart)
 
 
 class ShufflesByKeras(ShufflesRows):
@@ -262,21 +258,16 @@ def tensors_kept_as_attributes() -> Made:
     return Made(ReadsTensors(), {"optimizer": adam(), "loss": SPARSE}, fit(features(4), labels()))
 
 
-class OfImages(keras.Model):
+class OfImages(Step):
     """A loss of likeness between images, and of their edges, weighted by means of the batch."""
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            found = self(x, training=True)
-            likeness = 1 - tf.reduce_mean(tf.image.ssim(y, found, 1.0, filter_size=3))
-            (down, right), (y_down, y_right) = map(tf.image.image_gradients, (found, y))
-            weight = tf.exp(tf.reduce_mean(tf.abs(y_down)))
-            edges = tf.reduce_mean(tf.abs(down * weight)) + tf.reduce_mean(tf.abs(right - y_right))
-            loss = 0.85 * likeness + 0.9 * edges + tf.reduce_mean(tf.abs(y - found))
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"own_loss": loss}
+    def of(self, x: Any, y: Any) -> Any:
+        found = self(x, training=True)
+        likeness = 1 - tf.reduce_mean(tf.image.ssim(y, found, 1.0, filter_size=3))
+        (down, right), (y_down, y_right) = map(tf.image.image_gradients, (found, y))
+        weight = tf.exp(tf.reduce_mean(tf.abs(y_down)))
+        edges = tf.reduce_mean(tf.abs(down * weight)) + tf.reduce_mean(tf.abs(right - y_right))
+        return 0.85 * likeness + 0.9 * edges + tf.reduce_mean(tf.abs(y - found))
 
 
 @program("keras-io: Monocular depth estimation", "keras-io: BASNet for segmentation")
@@ -349,18 +340,13 @@ def layers_in_map() -> Made:
     return Made(keras.Model(inputs, outputs), {"optimizer": sgd(), "loss": SPARSE}, fit(data))
 
 
-class ConstantRows(keras.Model):
+class ConstantRows(Step):
     """Folds rays of images into the rows, with the number of rows written as a constant."""
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
+    def of(self, x: Any, y: Any) -> Any:
         rays = tf.reshape(x, (10 * 3, 4))
-        with tf.GradientTape() as tape:
-            found = tf.reshape(self(rays), (10, 3, 1))
-            loss = tf.reduce_mean(tf.square(tf.reduce_sum(found, (1, 2)) - y))
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"own_loss": loss}
+        found = tf.reshape(self(rays), (10, 3, 1))
+        return tf.reduce_mean(tf.square(tf.reduce_sum(found, (1, 2)) - y))
 
 
 @program("keras-io: 3D volumetric rendering with NeRF", expects="(?i)reshape|differ|shape")
@@ -507,21 +493,16 @@ def arrays_of_one_row() -> Made:
     )
 
 
-class PenaltyOfTwoInputs(keras.Model):
+class PenaltyOfTwoInputs(Step):
     """A penalty of the gradient by two inputs at once, through dropout."""
 
-    def train_step(self, data: Any) -> Any:
-        nodes, edges = data
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as inner:
-                inner.watch([nodes, edges])
-                scores = self([nodes, edges], training=True)
-            by_nodes, by_edges = inner.gradient(scores, [nodes, edges])
-            norms = tf.norm(by_nodes, axis=-1) + tf.reduce_mean(tf.norm(by_edges, axis=-1), -1)
-            loss = tf.reduce_mean(scores) + 10.0 * tf.reduce_mean(tf.square(1 - norms))
-        weights = self.trainable_variables
-        self.optimizer.apply(outer.gradient(loss, weights), weights)
-        return {"own_loss": loss}
+    def of(self, nodes: Any, edges: Any) -> Any:
+        with tf.GradientTape() as inner:
+            inner.watch([nodes, edges])
+            scores = self([nodes, edges], training=True)
+        by_nodes, by_edges = inner.gradient(scores, [nodes, edges])
+        norms = tf.norm(by_nodes, axis=-1) + tf.reduce_mean(tf.norm(by_edges, axis=-1), -1)
+        return tf.reduce_mean(scores) + 10.0 * tf.reduce_mean(tf.square(1 - norms))
 
 
 @program(
