@@ -436,8 +436,8 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
     again = make_feed(DataArguments(inner, shuffle=shuffle), ALONE, method="fit")
     inner.read.clear()
     again.set_state({"passes": 1}, 7)
-    assert not inner.read
     assert rest_of(begun(again)) == whole[1][7:]
+    assert sorted(inner.read) == sorted(first for first, *_ in whole[1][7:])
     again.end_pass(complete=True)
     for expected in whole[2:]:
         assert rest_of(begun(again)) == expected
@@ -448,6 +448,18 @@ def test_a_pydataset_resumes_without_reading_earlier_batches(
     if shuffle is None:
         assert rest_of(begun(again)) == whole[0]
     again.end_pass()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_pydataset_resumes_at_the_end_of_a_pass(workers: int) -> None:
+    inner = Batches(workers)
+    feed = make_feed(DataArguments(inner), ALONE, method="fit")
+    inner.read.clear()
+    feed.set_state({"passes": 0}, 10)
+    assert feed.take(10, None) is None
+    feed.end_pass(complete=True)
+    assert not inner.read
+    assert len(rest_of(begun(feed))) == 10
 
 
 def test_data_that_has_become_shorter_is_an_error() -> None:

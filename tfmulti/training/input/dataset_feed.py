@@ -246,14 +246,12 @@ class PyDatasetFeed(DatasetFeed):
         if self._is_used:
             self._build()
         self._in_order.begin_at, self._is_used = skipped, True
-        if skipped:
-            self._iterator = iter(self._batches.take(len(self._in_order) - skipped))
         super()._begin()
 
     def end_pass(self, *, complete: bool = False) -> None:
         super().end_pass()
         if complete:
-            self._is_used = self._in_order.begin_at > 0
+            self._is_used = False
 
     def set_state(self, state: State, batches: int = 0) -> None:
         # The PyDataset is called directly, without Keras' readers, so nothing is read.
@@ -265,6 +263,8 @@ class PyDatasetFeed(DatasetFeed):
             self._passes += 1
         if batches:
             self._begin(batches)
+        if batches == self.data.steps:
+            self._iterator, self._has_ended = None, True
 
 
 class InOrder(keras.utils.PyDataset):
@@ -277,7 +277,8 @@ class InOrder(keras.utils.PyDataset):
         seed: the seed of the orders; None keeps the order of `inner`.
 
     Attributes:
-        begin_at: the batch at which the next pass begins, counted in its order.
+        begin_at: the batch at which the next pass begins, counted in its order. The length is the
+            number of batches from there on.
     """
 
     def __init__(self, inner: keras.utils.PyDataset, seed: int | None) -> None:
@@ -288,11 +289,10 @@ class InOrder(keras.utils.PyDataset):
         self._shuffle()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) - self.begin_at
 
     def __getitem__(self, index: int) -> Any:
-        # If a pass begins later, `PyDatasetFeed` does not take the batches beyond its end.
-        return self._inner[self._order[(index + self.begin_at) % len(self._order)]]
+        return self._inner[self._order[self.begin_at + index]]
 
     def _shuffle(self) -> None:
         """Draws the order of the next pass."""
