@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.behaviours import behaviour, custom_steps, numbers, usage
+from tests.support.behaviours.common import X
 from tests.support.places import (
     EVERYWHERE,
     ONE_DEVICE,
@@ -225,6 +226,24 @@ def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> N
     for kind, message in errors:
         assert kind == error
         assert part in message
+
+
+ELSEWHERE = ["all in the scope", "all outside", "rows in the scope", "rows outside"]
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+@behaviour(usage.variable_elsewhere, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_a_variable_that_is_not_found_is_refused(errors: list[list[str]]) -> None:
+    for kind, message in errors:
+        assert kind == "ModelError"
+        assert "'Variable:0', which is no attribute of the model" in message
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+@behaviour(usage.variable_elsewhere, at=[ONE_DEVICE])
+def test_one_device_may_change_a_variable_that_is_not_found(results: list[Any]) -> None:
+    means = [X[:20].mean(), X[20:40].mean()]
+    assert results[0] == pytest.approx([sum(means)])
 
 
 @behaviour(custom_steps.log_of_rows, at=[ONE_DEVICE, TWO_WORKERS])

@@ -22,9 +22,10 @@ mean over the replicas, so its gradient counts with weight `w_r`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +87,9 @@ def averaged(replica_slice: ReplicaSlice, value: Any) -> Any:
     note_unknown(replica_slice, value)
     if kind in (Kind.ALIKE, Kind.MEAN, Kind.LOCAL):
         return value
-    builder = _Builder(replica_slice, value.graph)
-    average = builder.average(value) if kind in (Kind.SUM, Kind.COUNT) else builder.whole(value)
-    average = builder.on_tape(average)
+    with _builder_of(replica_slice, value) as builder:
+        average = builder.average(value) if kind in (Kind.SUM, Kind.COUNT) else builder.whole(value)
+        average = builder.on_tape(average)
     row_labels.mark(average, row_labels.MEAN)
     return average
 
@@ -106,8 +107,8 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     note_unknown(replica_slice, value)
     if label_of(value).kind in (Kind.ALIKE, Kind.LOCAL):
         return value
-    builder = _Builder(replica_slice, value.graph)
-    global_value = builder.on_tape(builder.whole(value))
+    with _builder_of(replica_slice, value) as builder:
+        global_value = builder.on_tape(builder.whole(value))
     row_labels.mark(global_value, row_labels.ALIKE)
     return global_value
 
@@ -125,7 +126,8 @@ def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
     if label_of(value).kind in (Kind.ROWS, Kind.MIXED, Kind.LOCAL):
         note_unknown(replica_slice, value)
         return value
-    return _Builder(replica_slice, value.graph).part(value)
+    with _builder_of(replica_slice, value) as builder:
+        return builder.part(value)
 
 
 def own_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
@@ -143,7 +145,8 @@ def own_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
     label = label_of(value)
     by_rows = len(label.parts) == 1 or label.kind is Kind.LOCAL
     if are_known(replica_slice) and not by_rows:
-        value = _Builder(replica_slice, value.graph).whole(value)
+        with _builder_of(replica_slice, value) as builder:
+            value = builder.whole(value)
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         return value[: tf.where(number == 0, tf.shape(value)[0], 0)]
     value = read_rows(replica_slice, value)
@@ -161,10 +164,10 @@ def read_rows(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     if not are_known(replica_slice):
         return value
     note_unknown(replica_slice, value)
-    builder = _Builder(replica_slice, value.graph)
-    if label_of(value).kind is not Kind.GLOBAL:
-        return builder.rows(value)
-    value = builder.whole(value)
+    with _builder_of(replica_slice, value) as builder:
+        if label_of(value).kind is not Kind.GLOBAL:
+            return builder.rows(value)
+        value = builder.whole(value)
     entries = tf.shape(value, tf.int64)[0] // tf.maximum(replica_slice.global_rows, 1)
     first_row, count = replica_slice.first_row, tf.maximum(replica_slice.own_rows, 1)
     return value[entries * first_row : entries * (first_row + count)]
@@ -304,6 +307,38 @@ def _by_source(replica_slice: ReplicaSlice, sources: Any, gradients: Any) -> Any
     return tf.nest.pack_sequence_as(gradients, results)
 
 
+@contextlib.contextmanager
+def _builder_of(replica_slice: ReplicaSlice, value: tf.Tensor) -> Iterator[_Builder]:
+    """Yields a builder that builds from a value, in the graph of the value.
+
+    This may be the step's graph while a branch of a condition is traced. So replicas exchange the
+    value outside of the branch.
+    """
+    with value.graph.as_default():
+        yield _Builder(replica_slice, value.graph)
+
+
+Build = Callable[["_Builder", tf.Tensor], tf.Tensor]
+
+
+def _outside_of_branches(build: Build) -> Build:
+    """Returns a method that builds a tensor from outside of a branch there, and not in the branch.
+
+    Inside the branch an input stands for such a tensor. So replicas exchange its values outside,
+    where all of them come by.
+    """
+
+    @functools.wraps(build)
+    def build_outside(self: _Builder, value: tf.Tensor) -> tf.Tensor:
+        outside = row_labels.outside_of_branches(value)
+        if outside is value or label_of(value).kind in (Kind.ALIKE, Kind.LOCAL):
+            return build(self, value)
+        with _builder_of(self._replica_slice, outside) as builder:
+            return build(builder, outside)
+
+    return build_outside
+
+
 class _Builder:
     """Builds values of the global batch in the graph of one replica's step."""
 
@@ -365,6 +400,7 @@ class _Builder:
             return self._leaf(target)
         return self.average(target) if kind in (Kind.SUM, Kind.COUNT) else self.whole(target)
 
+    @_outside_of_branches
     def average(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value that is linear in sums and means, in the form of `averaged`."""
         built = self._built.averages
@@ -372,6 +408,7 @@ class _Builder:
             built[value.name] = self._linear(value, self.average, as_sum=False)
         return built[value.name]
 
+    @_outside_of_branches
     def part(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value that is linear in sums and means, in the form of `part_of_sum`."""
         kind = label_of(value).kind
@@ -416,6 +453,7 @@ class _Builder:
             [build_input(t) if i in varying else self.whole(t) for i, t in enumerate(op.inputs)],
         )
 
+    @_outside_of_branches
     def whole(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the value of one device, the same on every replica."""
         built = self._built.globals
@@ -455,7 +493,9 @@ class _Builder:
         return [t for t in inputs if not self._is_built(t)]
 
     def _is_built(self, value: tf.Tensor) -> bool:
-        """Returns whether a value is built already, or need not be built."""
+        """Returns whether a value is built already, need not be built, or is built elsewhere."""
+        if row_labels.outside_of_branches(value) is not value:
+            return True
         kind = label_of(value).kind
         if kind is Kind.MIXED:
             return value.name in self._built.rows
@@ -482,6 +522,7 @@ class _Builder:
             return self._total(self._own_reduction(value), is_sum=False)
         return self._again(value, [self.whole(t) for t in op.inputs])
 
+    @_outside_of_branches
     def rows(self, value: tf.Tensor) -> tf.Tensor:
         """Returns this replica's rows, computed with values of the global batch where needed.
 
@@ -531,6 +572,7 @@ class _Builder:
         )
         return tf.math.divide_no_nan(tf.cast(value, weight.dtype), weight)
 
+    @_outside_of_branches
     def _count(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value that depends on the number of rows, for the global batch."""
         built = self._built.globals

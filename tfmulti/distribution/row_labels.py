@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,8 @@ _graphs: weakref.WeakKeyDictionary[tf.Graph, _Marks] = weakref.WeakKeyDictionary
 _labels_of_branches: weakref.WeakKeyDictionary[tf.Graph, dict[str, Label]] = (
     weakref.WeakKeyDictionary()
 )
+# The branches that all replicas take, or none of them.
+_common_branches: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
 def begin(data: Any, metric_variables: Iterable[Any]) -> None:
@@ -121,6 +123,29 @@ _BRANCHES = ("CondBranchFuncGraph", *_LOOPS)
 def is_branch(graph: tf.Graph) -> bool:
     """Returns whether a graph is that of a condition's branch, or of a part of a loop."""
     return type(graph).__name__ in _BRANCHES
+
+
+def taken_by_all(branch: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns the function of a branch that all replicas take, or none of them."""
+
+    def common() -> Any:
+        _common_branches.add(tf.compat.v1.get_default_graph())
+        return branch()
+
+    return common
+
+
+def may_be_left_out() -> bool:
+    """Returns whether some replicas may leave out what is traced now, or do it more often.
+
+    That is so in a loop, and in a branch that was not marked by `taken_by_all`.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while is_branch(graph):
+        if graph not in _common_branches:
+            return True
+        graph = graph.outer_graph
+    return False
 
 
 @contextlib.contextmanager
@@ -260,6 +285,18 @@ def is_state_of_metric(tensor: tf.Tensor) -> bool:
     return marks is not None and _reads_metric(marks, tensor.op)
 
 
+def outside_of_branches(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor that an input of a branch or loop stands for; otherwise the same tensor.
+
+    The tensor is one of a graph with labels.
+    """
+    marks = _marks_of(tensor)
+    if marks is None or tensor.op.type != "Placeholder":
+        return tensor
+    outside = _origin(marks, tensor)
+    return tensor if _marks_of(outside) is None else outside
+
+
 def parts_counted(size: tf.Tensor) -> Parts | None:
     """Returns the parts of the rows that a size, or the first number of a shape, counts.
 
@@ -308,7 +345,7 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
     if op.type == "Placeholder":
         # A function's captured variable or eager tensor is the same on every replica.
         captured = _origin(marks, output)
-        if captured is not output and _marks_of(captured) is not None:
+        if outside_of_branches(output) is not output:
             return label_of(captured)
         if output.dtype == tf.resource or not hasattr(captured, "graph"):
             return ALIKE

@@ -504,6 +504,40 @@ def optimizer_in_a_closure() -> Any:
     return _trained_with_optimizer_in(Container)
 
 
+class Elsewhere:
+    """Holds a variable that is no attribute of a model."""
+
+    last: tf.Variable
+
+
+class ChangesElsewhere(keras.layers.Layer):
+    """Changes all of a variable elsewhere, or some of its rows."""
+
+    def __init__(self, *, by_rows: bool) -> None:
+        super().__init__()
+        self.by_rows = by_rows
+
+    def call(self, x: Any) -> Any:
+        mean = tf.reduce_mean(x)[None]
+        if self.by_rows:
+            Elsewhere.last.scatter_add(tf.IndexedSlices(mean, [0]))
+        else:
+            Elsewhere.last.assign_add(mean)
+        return x
+
+
+def variable_elsewhere(kind: str) -> Any:
+    """Returns a variable that an evaluation has changed, of which only a class knows."""
+    with here.strategy.scope() if "in the scope" in kind else contextlib.nullcontext():
+        Elsewhere.last = tf.Variable([0.0], trainable=False)
+    with here.strategy.scope():
+        layer = ChangesElsewhere(by_rows="rows" in kind)
+        model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    prepare(model).evaluate(X[:40], Y[:40], batch_size=20, verbose=0)
+    return np.asarray(Elsewhere.last).tolist()
+
+
 def class_weight_with_two_outputs() -> Any:
     fit(classifier(), y={"a": Y, "b": Y}, class_weight={0: 2.0})
 

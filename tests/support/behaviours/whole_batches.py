@@ -70,6 +70,8 @@ class Evaluated(keras.Model):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.memory = self.add_weight(shape=(), initializer="ones", trainable=False, name="memory")
+        self.bank = tf.Variable([1.0, 2.0, 3.0], trainable=False)
+        self.tracker = keras.metrics.Mean(name="tracker")
 
     def _value(self, x: Any, outputs: Any) -> Any:
         """Returns a number that depends on all rows of the batch."""
@@ -87,6 +89,12 @@ class Evaluated(keras.Model):
         if self.case == "state":
             self.memory.assign(self.memory * 0.5 + by_python(np.median, outputs, ()))
             return self.memory + 0.0
+        if self.case == "some rows":
+            self.bank.scatter_update(tf.IndexedSlices(ratio[None], [1]))
+            return tf.reduce_sum(self.bank)
+        if self.case.startswith("update"):
+            self._update(tf.shape(x)[0], ratio)
+            return self.memory + self.tracker.result()
         if self.case == "random numbers":
             noise = keras.random.normal(tf.shape(x)[:1]) + keras.random.uniform(tf.shape(x)[:1])
             return by_python(lambda a: a.max() - np.median(a), noise, ())
@@ -96,6 +104,20 @@ class Evaluated(keras.Model):
         if self.case == "metric":
             return self.get_metrics_result()["moving"] * 2.0
         return ratio if self.case == "ratio" else by_python(np.median, outputs, ())
+
+    def _update(self, count: Any, ratio: Any) -> None:
+        """Changes variables inside a condition or a loop."""
+
+        def update() -> Any:
+            self.tracker.update_state(ratio, count)
+            return self.memory.assign(self.memory * 0.5 + ratio)
+
+        if self.case == "update in a condition":
+            tf.cond(ratio > 0, update, lambda: self.memory.assign(ratio))
+        if self.case == "update by the number of rows":
+            tf.cond(count > 9, update, lambda: self.memory.assign(ratio))
+        if self.case == "update in a loop":
+            tf.while_loop(lambda i: i < count, lambda i: [i + 1 + 0 * int(update() is None)], [0])
 
     def test_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -113,6 +135,10 @@ CASES = [
     "condition",
     "loop",
     "state",
+    "update in a condition",
+    "update by the number of rows",
+    "update in a loop",
+    "some rows",
     "random numbers",
     "shuffled",
     "python",

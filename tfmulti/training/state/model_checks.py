@@ -229,7 +229,7 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
     """
     cause = error.__context__ if type(error) is RuntimeError else error
     if isinstance(cause, TfmultiError) or not isinstance(
-        cause, ValueError | TypeError | tf.errors.InvalidArgumentError
+        cause, ValueError | TypeError | NotImplementedError | tf.errors.InvalidArgumentError
     ):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(specs)

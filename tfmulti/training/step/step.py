@@ -265,7 +265,9 @@ def found_in(model: keras.Model) -> relocation.State:
 def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
     """Returns the kind of each variable that the user's own code may change, by its id."""
     # The user may also hold variables that are plain `tf.Variable`s.
-    states = {id(holder.variable): "layer" for holder in found.holders}
+    held = [holder.variable for holder in found.holders]
+    copies = [copy for variable in held for copy in relocation.components(variable)]
+    states = {id(variable): "layer" for variable in (*held, *copies)}
     return layers.states_of_its_own(model) | states
 
 
