@@ -563,3 +563,58 @@ class OfExperts(keras.Model):
 def rows_counted_for_experts() -> Made:
     """Numbers of rows for each expert, whose excess over a capacity is part of the loss."""
     return Made(OfExperts(), {"optimizer": adam(), "loss": SPARSE}, fit(features(4), labels()))
+
+
+class Scaled(layers.Layer):
+    """Multiplies by a `tf.Variable`, which Keras does not count among the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = tf.Variable(tf.ones(4))
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class TrainsTheScale(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.last = Scaled(), layers.Dense(CLASSES, "softmax")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.scaled(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        weights, scale = self.trainable_variables, self.scaled.scale
+        *gradients, of_scale = tape.gradient(loss, [*(w.value for w in weights), scale])
+        self.optimizer.apply(gradients, weights)
+        scale.assign_sub(0.3 * of_scale)
+        return {"own_loss": loss, "scale": tf.reduce_sum(scale)}
+
+
+@program("a layer with a trained tf.Variable")
+def variable_trained_by_the_step() -> Made:
+    """A `tf.Variable` of a layer that the step trains by itself."""
+    return Made(TrainsTheScale(), {"optimizer": sgd(), "loss": SPARSE}, fit(features(4), labels()))
+
+
+class MakesLayers(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(6), layers.Dense(CLASSES, "softmax")
+
+    def call(self, x: Any) -> Any:
+        hidden = layers.LeakyReLU()(self.first(layers.Flatten()(x)))
+        return self.last(layers.Concatenate()([hidden, layers.Rescaling(0.5)(hidden)]))
+
+    def predict(self, x: Any, **options: Any) -> Any:
+        return np.log(super().predict(x, **options))
+
+
+@program("layers made in call, and a predict of the model's own")
+def layers_made_in_call() -> Made:
+    """Layers without weights that each call makes anew; a `predict` that changes the outputs."""
+    return Made(MakesLayers(), {"optimizer": adam(), "loss": SPARSE}, fit(images(), labels()))
