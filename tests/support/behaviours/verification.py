@@ -806,6 +806,17 @@ def train_on_batch_with_a_mistake(case: str) -> None:
         model.train_on_batch(X[:15], Y[:15])
 
 
+def other_batches_on_each_worker(method: str) -> None:
+    """Trains a model with a step of its own on rows that each worker chooses."""
+    first = 16 * here.placement.rank
+    x, y = X[first : first + 15], Y[first : first + 15]
+    model = _own()
+    if method == "train_on_batch":
+        model.train_on_batch(x, y)
+    else:
+        fit(model, x=tf.data.Dataset.from_tensors((x, y)), y=None)
+
+
 def batches_with_and_without_verification(mode: str) -> Any:
     """Returns the verdict of `train_on_batch`, and whether it changes nothing else."""
     runs = []

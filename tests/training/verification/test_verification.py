@@ -256,6 +256,13 @@ def test_a_mistake_in_train_on_batch_is_described(errors: list[list[str]]) -> No
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
+@pytest.mark.parametrize("case", ["train_on_batch", "fit"])
+@behaviour(verification.other_batches_on_each_worker, at=[TWO_WORKERS])
+def test_other_batches_on_each_worker_are_named(errors: list[list[str]]) -> None:
+    for error, message in errors:
+        assert (error, "read different batches" in message) == ("DataError", True)
+
+
 @behaviour(verification.reasons_to_skip_verification, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_models_that_are_not_verified(results: list[Any]) -> None:
     for unsynchronized, microbatches, plain in results:
