@@ -379,8 +379,9 @@ class DistributedModel(keras.Model):
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
+            first_steps = None
             if record is None and epochs > initial_epoch:
-                verification.before_training(
+                first_steps = verification.FirstSteps(
                     self, feed, count, reports_time=verbose not in (0, "0")
                 )
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
@@ -405,11 +406,12 @@ class DistributedModel(keras.Model):
                 validation_freq,
                 manager,
                 self._steps_per_execution(checkpoint),
+                first_steps,
             )
             with (
                 saving_elsewhere(all_callbacks.callbacks, placement),
                 resume.saving_at_signals(self, checkpoint),
-                closing(feed, validation),
+                closing(feed, validation, first_steps),
             ):
                 logs = loops.train(self, training)
                 if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
@@ -595,14 +597,14 @@ def _steps_of(feed: Feed, requested: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def closing(*feeds: Feed | None) -> Iterator[None]:
-    """Closes feeds at the end of the context, so that none of their threads is left."""
+def closing(*readers: Feed | verification.FirstSteps | None) -> Iterator[None]:
+    """Closes readers of data at the end of the context, so that none of their threads is left."""
     try:
         yield
     finally:
-        for feed in feeds:
-            if feed is not None:
-                feed.close()
+        for reader in readers:
+            if reader is not None:
+                reader.close()
 
 
 def _callback_list(

@@ -806,6 +806,36 @@ def train_on_batch_with_a_mistake(case: str) -> None:
         model.train_on_batch(X[:15], Y[:15])
 
 
+class Weighted(keras.Model):
+    """A model whose loss is multiplied by a number that a callback sets."""
+
+    weight = 1.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.weight
+
+
+class Weighs(keras.callbacks.Callback):
+    """Sets the number when something begins for the first time."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        setattr(self, f"on_{when}_begin", self._set)
+
+    def _set(self, *_: Any, **__: Any) -> None:
+        self.model.weight = 0.5
+
+
+def callback_before_the_first_step(when: str) -> Any:
+    """Returns the history of a model that a callback changes before its step is traced."""
+    plain = _network()
+    with here.strategy.scope():
+        model = Weighted(inputs=plain.inputs, outputs=plain.outputs)
+        _compile(model)
+    history = fit(prepare(model), x=X[:50], y=Y[:50], callbacks=[Weighs(when)], shuffle=False)
+    return [list(history.values()), state_of(model).verification is not None]
+
+
 def other_batches_on_each_worker(method: str) -> None:
     """Trains a model with a step of its own on rows that each worker chooses."""
     first = 16 * here.placement.rank

@@ -256,6 +256,14 @@ def test_a_mistake_in_train_on_batch_is_described(errors: list[list[str]]) -> No
         assert (error, "the gradient of" in message) == ("VerificationError", True)
 
 
+@pytest.mark.parametrize("case", ["train", "epoch", "train_batch"])
+@behaviour(verification.callback_before_the_first_step, at=few(TWO_REPLICAS, of=SEVERAL))
+def test_the_step_has_what_callbacks_set_before_it(results: list[Any], one_device: Any) -> None:
+    for history, is_verified in results:
+        assert np.asarray(history) == pytest.approx(np.asarray(one_device[0]), rel=1e-6)
+        assert is_verified
+
+
 @pytest.mark.parametrize("case", ["train_on_batch", "fit"])
 @behaviour(verification.other_batches_on_each_worker, at=[TWO_WORKERS])
 def test_other_batches_on_each_worker_are_named(errors: list[list[str]]) -> None:

@@ -14,7 +14,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -37,6 +37,9 @@ from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 
+if TYPE_CHECKING:
+    from tfmulti.training.verification.verification import FirstSteps
+
 Logs = dict[str, Any]
 
 
@@ -56,6 +59,7 @@ class Training:
             epochs that end with one, counted from 1.
         manager: makes the checkpoints, or None.
         steps_per_execution: the number of steps of each execution.
+        first_steps: compares the first steps with one device, or None.
     """
 
     feed: Feed
@@ -68,6 +72,7 @@ class Training:
     validation_freq: Any = 1
     manager: CheckpointManager | None = None
     steps_per_execution: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
+    first_steps: FirstSteps | None = None
 
     @property
     def steps(self) -> int | None:
@@ -219,12 +224,16 @@ def _epoch(
             progress.lost = 0
         count = last - first + 1
         steps = count if is_long_enough else None
+        if training.first_steps is not None:
+            training.first_steps.read()
         source = clock.waiting(functools.partial(_take, training.feed, earlier + first, steps))
         if source is None:
             _check_data_was_enough(training.steps, first, state.run.steps)
             has_ended = True
             break
         training.callbacks.on_train_batch_begin(first)
+        if training.first_steps is not None:
+            training.first_steps.compare()
         votes = votes_of(
             model,
             stop=bool(model.stop_training),

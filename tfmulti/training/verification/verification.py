@@ -79,52 +79,74 @@ def reason_to_skip(model: keras.Model) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def before_training(
-    model: keras.Model,
-    feed: Feed,
-    steps_per_epoch: int | None,
-    *,
-    reports_time: bool,
-) -> None:
-    """Makes the comparison if one is due. Every worker calls it.
+class FirstSteps:
+    """The comparison of the first steps of `fit`, if one is due. Every worker makes it.
+
+    It takes place when plain Keras would trace the step: what callbacks have changed at the begin
+    of the training, of the epoch and of the batch belongs to the step.
 
     Args:
         model: the prepared, compiled and built model, with a train function.
         feed: the feed of the training.
         steps_per_epoch: the steps of an epoch, or None if only reading tells it.
         reports_time: whether the chief prints how long the comparison took, if that was long.
-
-    Raises:
-        VerificationError: the numbers differ, or they cannot be compared and `prepare(verify=True)`
-            asked for it.
     """
-    state = state_of(model)
-    if not is_due(model) or _note_reason_to_skip(model):
-        return
-    is_long_enough = feed.data.holds(steps_per_epoch)
-    at_once = int(model.steps_per_execution) if is_long_enough else 1
-    count = state.options.verify_steps if at_once == 1 else max(state.options.verify_steps, 2)
-    replayed = -(-count // at_once) * at_once
-    if steps_per_epoch:
-        count, replayed = min(count, steps_per_epoch), min(replayed, steps_per_epoch)
-    if state.options.steps_per_execution == "auto" and not isinstance(feed, SourceFeed):
-        # The number of steps of an execution may change later. No execution can take from both the
-        # replayed batches and the rest. The first execution has one step in any case.
-        count = replayed = 1
-    trial = _trial_of_all(
-        model, lambda: Trial(feed, count, replayed, is_long_enough=is_long_enough)
-    )
-    if trial is None:
-        # An example cannot be read. The training tells which one it is, and on which worker.
-        return
-    with contextlib.closing(trial), data_faults_explained(feed):
-        if trial.batches:
+
+    def __init__(
+        self, model: keras.Model, feed: Feed, steps_per_epoch: int | None, *, reports_time: bool
+    ) -> None:
+        self._model, self._feed, self._steps = model, feed, steps_per_epoch
+        self._reports_time = reports_time
+        self._is_due = is_due(model) and not _note_reason_to_skip(model)
+        self._trial: Trial | None = None
+
+    def read(self) -> None:
+        """Reads the first batches, before the training takes them. Every worker calls it."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        model, feed, options = self._model, self._feed, state_of(self._model).options
+        is_long_enough = feed.data.holds(self._steps)
+        at_once = int(model.steps_per_execution) if is_long_enough else 1
+        count = options.verify_steps if at_once == 1 else max(options.verify_steps, 2)
+        replayed = -(-count // at_once) * at_once
+        if self._steps:
+            count, replayed = min(count, self._steps), min(replayed, self._steps)
+        if options.steps_per_execution == "auto" and not isinstance(feed, SourceFeed):
+            # The number of steps of an execution may change later. No execution can take from both
+            # the replayed batches and the rest. The first execution has one step in any case.
+            count = replayed = 1
+        # It is None if an example cannot be read. The training tells which one it is, and on which
+        # worker.
+        self._trial = _trial_of_all(
+            model, lambda: Trial(feed, count, replayed, is_long_enough=is_long_enough)
+        )
+
+    def compare(self) -> None:
+        """Compares the steps of the batches that were read. Every worker calls it.
+
+        Raises:
+            VerificationError: the numbers differ, or they cannot be compared and
+                `prepare(verify=True)` asked for it.
+        """
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        model, state = self._model, state_of(self._model)
+        with contextlib.closing(trial), data_faults_explained(self._feed):
+            if not trial.batches:
+                return
             state.verification = check(model, trial, required=bool(state.options.verify))
             model.train_function.is_verified = True
-            if reports_time and state.verification.seconds_apart > REPORTED_FROM_S:
+            if self._reports_time and state.verification.seconds_apart > REPORTED_FROM_S:
                 speaker(placement_of(model.distribute_strategy).is_chief)(
                     "verify", cost_in_words(state.verification)
                 )
+
+    def close(self) -> None:
+        """Ends the threads that read the data for a comparison that did not take place."""
+        if self._trial is not None:
+            self._trial.close()
 
 
 def before_batch(model: keras.Model, batch: Any, given: WorkerBatch) -> None:
@@ -136,7 +158,7 @@ def before_batch(model: keras.Model, batch: Any, given: WorkerBatch) -> None:
         given: the same batch, as the replicas of this worker take it.
 
     Raises:
-        VerificationError: as for `before_training`.
+        VerificationError: as for `FirstSteps.compare`.
     """
     if is_due(model) and not _note_reason_to_skip(model):
         required = bool(state_of(model).options.verify)
