@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfmulti.keras_patches import (
+    assignments,
     batch_normalization,
     functions,
     gradients,
@@ -22,6 +23,7 @@ PATCHES = (
     gradients,
     functions,
     layers,
+    assignments,
     batch_normalization,
     random_numbers,
     optimizers,

@@ -1,11 +1,9 @@
 """Patches that make layers and custom steps right inside a step of several replicas.
 
-A value that the user's own code assigns to a variable becomes the value of the global batch.
 Layers that compare the rows of a batch get the rows of all replicas.
 
 | what | name | upstream | can go when |
 |---|---|---|---|
-| states of steps | public: `keras.Variable.assign`; private: `assign`, `assign_add`, `assign_sub` and `scatter_*` of `DistributedVariable`, `MirroredVariable`, `SyncOnReadVariable` and `ResourceVariable` | none | a variable that a step changes gets the value of the global batch |
 | labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
 | layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS`, AugMix and SpectralNormalization | none | these layers know about replicas |
 | conditions | private: `tensorflow.python.ops.cond.cond`, which `tf.cond` and AutoGraph's `if` call | none | never: all replicas must take the branch of one device |
@@ -15,20 +13,13 @@ Layers that compare the rows of a batch get the rows of all replicas.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from tensorflow.python.distribute.values import (
-    DistributedVariable,
-    MirroredVariable,
-    SyncOnReadVariable,
-)
 from tensorflow.python.ops import cond as cond_module
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfmulti.distribution import (
     batch_dependent_layers,
@@ -39,8 +30,6 @@ from tfmulti.distribution import (
 )
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.distribution.row_rules import Kind
-from tfmulti.errors import ModelError
-from tfmulti.keras_patches.metrics import part_of_state
 from tfmulti.keras_patches.model_structure import (
     all_metric_variables,
     has_own_activation,
@@ -53,18 +42,10 @@ from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replac
 
 
 def install() -> None:
-    """Patches layers, assignments to variables, and TensorFlow's functions for custom steps."""
+    """Patches layers, and TensorFlow's functions for custom steps."""
     replace(tf.distribute.ReplicaContext, "merge_call", in_replica_slice(_merge_call))
     replace(keras.layers.Layer, "__call__", _labelled_layer)
     replace(cond_module, "cond", in_replica_slice(_condition))
-    # The other assigning methods of `keras.Variable` call its `assign`.
-    replace(keras.Variable, "assign", in_replica_slice(_assign))
-    for variable in (DistributedVariable, MirroredVariable, SyncOnReadVariable, ResourceVariable):
-        for name in ("assign", "assign_add", "assign_sub"):
-            replace(variable, name, in_replica_slice(_assign))
-        for name in dir(variable):
-            if name.startswith(("scatter_", "batch_scatter_")):
-                replace(variable, name, in_replica_slice(_scatter))
     for owner, name, function in custom_steps.FUNCTIONS:
         replace(owner, name, in_replica_slice(function))
     for layer in batch_dependent_layers.LAYERS:
@@ -87,77 +68,6 @@ def states_of_its_own(model: keras.Model) -> dict[int, str]:
     return kinds | {id(v): "metric" for v in all_metric_variables(model)}
 
 
-def _assign(
-    original: Callable[..., Any],
-    replica_slice: ReplicaSlice,
-    variable: Any,
-    value: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Assigns a value. A state of a layer or a metric gets the value of the global batch.
-
-    A metric's states are parts, which add up to that value.
-    """
-    # Other patches handle the assignments within Keras' own layers.
-    if not _in_layer_of_keras.get():
-        kind = replica_slice.states.get(id(variable))
-        if kind is None and not isinstance(variable, keras.Variable) and _is_change_by_user():
-            _refuse_change(variable)
-        with row_labels.kept_in_branch():
-            if kind and global_values.are_known(replica_slice) and row_labels.may_be_left_out():
-                replica_slice.note_unknown("a condition or a loop that changes a variable")
-            if kind == "layer":
-                value = global_values.of_one_device(replica_slice, value)
-            elif kind == "metric":
-                value = part_of_state(replica_slice, variable, value)
-    return original(variable, value, *args, **kwargs)
-
-
-def _scatter(
-    original: Callable[..., Any], replica_slice: ReplicaSlice, variable: Any, *args: Any, **kw: Any
-) -> Any:
-    """Changes some rows of a `tf.Variable`, and notes that these may be other rows on one device.
-
-    Raises:
-        ModelError: tfmulti has not found the variable.
-    """
-    if not _in_layer_of_keras.get() and _is_change_by_user():
-        if id(variable) not in replica_slice.states:
-            _refuse_change(variable)
-        replica_slice.note_unknown(f"a change of some rows of the variable {variable.name!r}")
-    return original(variable, *args, **kw)
-
-
-# The packages whose own changes of variables have patches of their own.
-_LIBRARIES = ("keras", "tensorflow", "tfmulti")
-
-
-def _is_change_by_user() -> bool:
-    """Returns whether the user's code changes a variable in a compiled step of several replicas.
-
-    A patch that was called there calls this function. An optimizer of the user's own does not
-    count, since it gets the same gradients on all replicas.
-    """
-    # This function, the patch, and `in_replica_slice` come before the caller.
-    own: Any = inspect.currentframe()
-    module = str(own.f_back.f_back.f_back.f_globals.get("__name__"))
-    context = tf.distribute.get_replica_context()
-    is_of_several = context is not None and context.num_replicas_in_sync > 1
-    is_exempt = tf.executing_eagerly() or custom_steps.gradients_are_global.get()
-    return is_of_several and not is_exempt and module.partition(".")[0] not in _LIBRARIES
-
-
-def _refuse_change(variable: Any) -> NoReturn:
-    """Raises ModelError for a change of a variable of which only the user's code knows."""
-    raise ModelError(
-        f"the step changes the variable {variable.name!r}, which is no attribute of the model, its "
-        "layers or metrics. So each replica would change it by its own rows, and no checkpoint "
-        "would have it. Keep it in an attribute, such as self.last = tf.Variable(0.0), or change a "
-        "Keras variable by its own assign."
-    )
-
-
 def _condition(
     original: Callable[..., Any], replica_slice: ReplicaSlice, pred: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -167,7 +77,7 @@ def _condition(
     and so does one that depends on the number of rows alone, which chooses how to compute them.
     """
     if (
-        _in_layer_of_keras.get()
+        in_layer_of_keras.get()
         or kwargs.get("name") == "AssertGuard"
         or not global_values.are_known(replica_slice)
     ):
@@ -226,14 +136,14 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "graph")
 
 
-_in_layer_of_keras = PerThread(False)
+in_layer_of_keras = PerThread(False)
 
 
 def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _in_layer_of_keras.set_to(_is_layer_of_keras(self)):
+        with in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self, args):
             row_labels.mark_call((args, kwargs, _given_weights(self)), outputs)

@@ -89,9 +89,8 @@ class Evaluated(keras.Model):
         if self.case == "state":
             self.memory.assign(self.memory * 0.5 + by_python(np.median, outputs, ()))
             return self.memory + 0.0
-        if self.case == "some rows":
-            self.bank.scatter_update(tf.IndexedSlices(ratio[None], [1]))
-            return tf.reduce_sum(self.bank)
+        if self.case.startswith("entries"):
+            return self._change_entries(ratio)
         if self.case.startswith("update"):
             self._update(tf.shape(x)[0], ratio)
             return self.memory + self.tracker.result()
@@ -119,6 +118,21 @@ class Evaluated(keras.Model):
         if self.case == "update in a loop":
             tf.while_loop(lambda i: i < count, lambda i: [i + 1 + 0 * int(update() is None)], [0])
 
+    def _change_entries(self, ratio: Any) -> Any:
+        """Changes some entries of a variable, and returns the sum of all."""
+        rows = tf.IndexedSlices(ratio[None], [1])
+        if self.case == "entries by rows":
+            self.bank.scatter_update(rows)
+        if self.case == "entries by indices":
+            self.bank.scatter_nd_add([[1]], ratio[None])
+        if self.case == "entries by a slice":
+            self.bank[1:].assign(tf.stack([ratio, -ratio]))
+        if self.case == "entries in a condition":
+            tf.cond(ratio > 0, lambda: self.bank[1].assign(ratio) + 0.0, lambda: self.bank + 0.0)
+        if self.case == "entries by a factor":
+            self.bank.scatter_mul(rows)
+        return tf.reduce_sum(self.bank)
+
     def test_step(self, data: Any) -> dict[str, Any]:
         x, y = data
         outputs = self(x)
@@ -138,7 +152,11 @@ CASES = [
     "update in a condition",
     "update by the number of rows",
     "update in a loop",
-    "some rows",
+    "entries by rows",
+    "entries by indices",
+    "entries by a slice",
+    "entries in a condition",
+    "entries by a factor",
     "random numbers",
     "shuffled",
     "python",

@@ -1,0 +1,166 @@
+"""Patches of assignments: a variable that the user's own code changes gets one device's value.
+
+A change of some entries of a `tf.Variable` is made as an assignment of all of them.
+
+| what | name | upstream | can go when |
+|---|---|---|---|
+| assignments | public: `keras.Variable.assign`; private: `assign`, `assign_add`, `assign_sub` of `DistributedVariable`, `MirroredVariable`, `SyncOnReadVariable` and `ResourceVariable` | none | a variable that a step changes gets the value of the global batch |
+| changes of some entries | private: `scatter_*`, `batch_scatter_update`, `_strided_slice_assign` of the same classes | none | the same |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.values import (
+    DistributedVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+)
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from tfmulti.distribution import custom_steps, global_values, row_labels
+from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.errors import ModelError
+from tfmulti.keras_patches.layers import in_layer_of_keras
+from tfmulti.keras_patches.metrics import part_of_state
+from tfmulti.keras_patches.patching import in_replica_slice, replace
+
+NewValue = Callable[..., tf.Tensor]
+
+
+def _by_rows(compute: NewValue) -> NewValue:
+    """Returns what computes the new value for a method that takes `tf.IndexedSlices`."""
+
+    def new_value(value: tf.Tensor, sparse_delta: Any, *_: Any, **__: Any) -> tf.Tensor:
+        return compute(value, tf.expand_dims(sparse_delta.indices, -1), sparse_delta.values)
+
+    return new_value
+
+
+def _by_indices(compute: NewValue) -> NewValue:
+    """Returns what computes the new value for a method that takes indices and updates."""
+
+    def new_value(value: tf.Tensor, indices: Any, updates: Any, name: Any = None) -> tf.Tensor:
+        return compute(value, indices, tf.convert_to_tensor(updates, value.dtype))
+
+    return new_value
+
+
+def _by_slice(old_value: tf.Tensor, *, value: Any, name: Any, **bounds: Any) -> tf.Tensor:
+    """Returns the new value for `variable[…].assign(value)`."""
+    value = tf.convert_to_tensor(value, old_value.dtype)
+    return tf.raw_ops.TensorStridedSliceUpdate(input=old_value, value=value, **bounds)
+
+
+_COMPUTE = {
+    "update": tf.tensor_scatter_nd_update,
+    "add": tf.tensor_scatter_nd_add,
+    "sub": tf.tensor_scatter_nd_sub,
+    "max": tf.tensor_scatter_nd_max,
+    "min": tf.tensor_scatter_nd_min,
+}
+_SLICE = "_strided_slice_assign"
+# What computes the new value of all entries, by the name of the method that changes some.
+_OF_ENTRIES: dict[str, NewValue] = {
+    **{f"scatter_{name}": _by_rows(compute) for name, compute in _COMPUTE.items()},
+    **{f"scatter_nd_{name}": _by_indices(compute) for name, compute in _COMPUTE.items()},
+    _SLICE: _by_slice,
+}
+
+
+def install() -> None:
+    """Patches the methods by which a step may change variables."""
+    # The other assigning methods of `keras.Variable` call its `assign`.
+    replace(keras.Variable, "assign", in_replica_slice(_assign))
+    for variable in (DistributedVariable, MirroredVariable, SyncOnReadVariable, ResourceVariable):
+        for name in ("assign", "assign_add", "assign_sub"):
+            replace(variable, name, in_replica_slice(_assign))
+        for name in dir(variable):
+            if name.startswith(("scatter_", "batch_scatter_", _SLICE)):
+                replace(variable, name, in_replica_slice(_assign_entries))
+
+
+def _assign(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    variable: Any,
+    value: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Assigns a value. A state of a layer or a metric gets the value of the global batch.
+
+    A metric's states are parts, which add up to that value.
+    """
+    # Other patches handle the assignments within Keras' own layers.
+    if not in_layer_of_keras.get():
+        kind = replica_slice.states.get(id(variable))
+        if kind is None and not isinstance(variable, keras.Variable) and _is_change_by_user():
+            _refuse_change(variable)
+        with row_labels.kept_in_branch():
+            if kind and global_values.are_known(replica_slice) and row_labels.may_be_left_out():
+                replica_slice.note_unknown("a condition or a loop that changes a variable")
+            if kind == "layer":
+                value = global_values.of_one_device(replica_slice, value)
+            elif kind == "metric":
+                value = part_of_state(replica_slice, variable, value)
+    return original(variable, value, *args, **kwargs)
+
+
+def _assign_entries(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, variable: Any, *args: Any, **kw: Any
+) -> Any:
+    """Changes some entries of a `tf.Variable`, by an assignment of all of them.
+
+    Products and quotients of entries stay as they are, and are noted as not understood.
+
+    Raises:
+        ModelError: tfmulti has not found the variable.
+    """
+    if in_layer_of_keras.get() or not _is_change_by_user():
+        return original(variable, *args, **kw)
+    if id(variable) not in replica_slice.states:
+        _refuse_change(variable)
+    new_value = _OF_ENTRIES.get(original.__name__)
+    if new_value is None:
+        replica_slice.note_unknown(f"a change of some entries of the variable {variable.name!r}")
+        return original(variable, *args, **kw)
+    return variable.assign(new_value(variable.read_value(), *args, **kw))
+
+
+# The packages whose own changes of variables have patches of their own.
+_LIBRARIES = ("keras", "tensorflow", "tfmulti")
+
+
+def _is_change_by_user() -> bool:
+    """Returns whether the user's code changes a variable in a compiled step of several replicas.
+
+    A patch that was called there calls this function. An optimizer of the user's own does not
+    count, since it gets the same gradients on all replicas.
+    """
+    # This function, the patch, and `in_replica_slice` come before the caller.
+    own: Any = inspect.currentframe()
+    caller = own.f_back.f_back.f_back
+    # TensorFlow's function for `variable[…].assign`.
+    if caller.f_globals.get("__name__") == "tensorflow.python.ops.array_ops":
+        caller = caller.f_back
+    module = str(caller.f_globals.get("__name__"))
+    context = tf.distribute.get_replica_context()
+    is_of_several = context is not None and context.num_replicas_in_sync > 1
+    is_exempt = tf.executing_eagerly() or custom_steps.gradients_are_global.get()
+    return is_of_several and not is_exempt and module.partition(".")[0] not in _LIBRARIES
+
+
+def _refuse_change(variable: Any) -> NoReturn:
+    """Raises ModelError for a change of a variable of which only the user's code knows."""
+    raise ModelError(
+        f"the step changes the variable {variable.name!r}, which is no attribute of the model, its "
+        "layers or metrics. So each replica would change it by its own rows, and no checkpoint "
+        "would have it. Keep it in an attribute, such as self.last = tf.Variable(0.0), or change a "
+        "Keras variable by its own assign."
+    )
