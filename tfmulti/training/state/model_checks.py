@@ -216,16 +216,6 @@ def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
         _build_metrics(model, specs)
 
 
-# What a model may raise that does not fit its data, or uses what variables of replicas have not.
-_MISMATCHES = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    NotImplementedError,
-    tf.errors.InvalidArgumentError,
-)
-
-
 def explain(model: keras.Model, specs: Any, error: Exception) -> None:
     """Raises a ModelError in one line if an error tells that a model and its data do not match.
 
@@ -238,7 +228,9 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
         ModelError: a shape, a type or a value of the batch has led to the error.
     """
     cause = error.__context__ if type(error) is RuntimeError else error
-    if isinstance(cause, TfmultiError) or not isinstance(cause, _MISMATCHES):
+    if isinstance(cause, TfmultiError) or not isinstance(
+        cause, ValueError | TypeError | NotImplementedError | tf.errors.InvalidArgumentError
+    ):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
     inputs = ", ".join(f"{tuple(s.shape)} {tf.as_dtype(s.dtype).name}" for s in tf.nest.flatten(x))
