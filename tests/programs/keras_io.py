@@ -618,3 +618,38 @@ class MakesLayers(keras.Model):
 def layers_made_in_call() -> Made:
     """Layers without weights that each call makes anew; a `predict` that changes the outputs."""
     return Made(MakesLayers(), {"optimizer": adam(), "loss": SPARSE}, fit(images(), labels()))
+
+
+class WritesEntries(keras.Model):
+    """Keeps the last mean outputs in a variable, and draws the outputs towards them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = layers.Dense(CLASSES, "softmax")
+        self.bank = tf.Variable(tf.zeros((4, CLASSES)), trainable=False)
+        self.counts = tf.Variable(tf.zeros(CLASSES), trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.last(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            far = tf.square(outputs - tf.reduce_mean(self.bank, 0))
+            loss = self.compute_loss(y=y, y_pred=outputs) + tf.reduce_mean(far)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        step, mean = self.optimizer.iterations.value, tf.reduce_mean(outputs, 0)
+        self.bank[step % 4].assign(mean)
+        tf.cond(step > 2, lambda: self.bank[0, 1:].assign(mean[1:]) + 0.0, lambda: self.bank + 0.0)
+        ones = tf.ones_like(y, tf.float32)
+        self.counts.scatter_nd_add(tf.cast(y, tf.int32)[:, None], ones)
+        self.counts.scatter_max(tf.IndexedSlices(tf.reduce_max(outputs)[None] * 9.0, [2]))
+        return {"own_loss": loss, "bank": tf.reduce_sum(self.bank), "count": self.counts[1]}
+
+
+@program("a memory bank in a tf.Variable, written entry by entry")
+def entries_written_by_the_step() -> Made:
+    """Entries of a `tf.Variable` that a step writes by slices, indices and rows."""
+    return Made(WritesEntries(), {"optimizer": sgd(), "loss": SPARSE}, fit(features(4), labels()))

@@ -510,7 +510,7 @@ class _Builder:
             return self._count(value)
         if label.kind in (Kind.ROWS, Kind.MIXED):
             return self._all_rows(self.rows(value), label)
-        if label.kind is Kind.MEAN:
+        if label.kind is Kind.MEAN and not self._follows_in_branch(value):
             return self._total(self._leaf(value), is_sum=False)
         if row_labels.is_state_of_metric(value):
             return self._total(self._leaf(value), is_sum=True)
@@ -521,6 +521,16 @@ class _Builder:
                 return self._total(self._own_sum(value), is_sum=True)
             return self._total(self._own_reduction(value), is_sum=False)
         return self._again(value, [self.whole(t) for t in op.inputs])
+
+    def _follows_in_branch(self, value: tf.Tensor) -> bool:
+        """Returns whether a branch computes a value from sums and means alone.
+
+        Replicas cannot exchange it there, but they can exchange what comes from outside.
+        """
+        kinds = {label_of(t).kind for t in value.op.inputs}
+        is_linear = bool(kinds) and kinds <= {Kind.ALIKE, Kind.COUNT, Kind.MEAN, Kind.SUM}
+        is_reduction = row_labels.is_reduction_of_rows(value)
+        return row_labels.is_branch(self._graph) and is_linear and not is_reduction
 
     @_outside_of_branches
     def rows(self, value: tf.Tensor) -> tf.Tensor:
