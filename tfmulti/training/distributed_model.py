@@ -379,12 +379,13 @@ class DistributedModel(keras.Model):
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
+            all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             first_steps = None
             if record is None and epochs > initial_epoch:
                 first_steps = verification.FirstSteps(
                     self, feed, count, reports_time=verbose not in (0, "0")
                 )
-            all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
+                first_steps.compare_before(all_callbacks.callbacks)
             all_callbacks.on_train_begin()
             manager = None
             # The manager notes the callbacks' attributes as they are after `on_train_begin`. It

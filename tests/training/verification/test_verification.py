@@ -264,6 +264,11 @@ def test_the_step_has_what_callbacks_set_before_it(results: list[Any], one_devic
         assert is_verified
 
 
+@behaviour(verification.callback_of_the_chief_alone, at=[TWO_WORKERS])
+def test_workers_with_different_callbacks_compare_at_the_same_time(results: list[Any]) -> None:
+    assert results == ["same", "same"]
+
+
 @pytest.mark.parametrize("case", ["train_on_batch", "fit"])
 @behaviour(verification.other_batches_on_each_worker, at=[TWO_WORKERS])
 def test_other_batches_on_each_worker_are_named(errors: list[list[str]]) -> None:

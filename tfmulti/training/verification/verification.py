@@ -82,8 +82,10 @@ def reason_to_skip(model: keras.Model) -> str | None:
 class FirstSteps:
     """The comparison of the first steps of `fit`, if one is due. Every worker makes it.
 
-    It takes place when plain Keras would trace the step: what callbacks have changed at the begin
-    of the training, of the epoch and of the batch belongs to the step.
+    With callbacks of the user's own it takes place when plain Keras would trace the step: what they
+    change at the begin of the training, of the epoch and of the batch belongs to the step. The
+    callbacks of Keras and tfmulti change nothing there that a trace keeps. With these alone it
+    takes place before them, so that a run with other numbers writes nothing.
 
     Args:
         model: the prepared, compiled and built model, with a train function.
@@ -99,6 +101,21 @@ class FirstSteps:
         self._reports_time = reports_time
         self._is_due = is_due(model) and not _note_reason_to_skip(model)
         self._trial: Trial | None = None
+
+    def compare_before(self, callbacks: Sequence[Any]) -> None:
+        """Compares now if no worker has callbacks of the user's own. Every worker calls it.
+
+        Raises:
+            VerificationError: as for `compare`.
+        """
+        if not self._is_due:
+            return
+        has_own = any(map(_is_of_user, callbacks))
+        # The workers may have different callbacks, but must compare at the same time.
+        of_workers = gather(self._model.distribute_strategy, [has_own])
+        if not any(own for (own,) in of_workers):
+            self.read()
+            self.compare()
 
     def read(self) -> None:
         """Reads the first batches, before the training takes them. Every worker calls it."""
@@ -147,6 +164,12 @@ class FirstSteps:
         """Ends the threads that read the data for a comparison that did not take place."""
         if self._trial is not None:
             self._trial.close()
+
+
+def _is_of_user(callback: Any) -> bool:
+    """Returns whether a callback runs code of the user's own."""
+    is_of_library = type(callback).__module__.partition(".")[0] in ("keras", "tfmulti")
+    return not is_of_library or isinstance(callback, keras.callbacks.LambdaCallback)
 
 
 def before_batch(model: keras.Model, batch: Any, given: WorkerBatch) -> None:
