@@ -136,6 +136,7 @@ def _is_symbolic(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "graph")
 
 
+# Whether this thread runs the code of one of Keras' own layers.
 in_layer_of_keras = PerThread(False)
 
 
