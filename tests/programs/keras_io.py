@@ -617,7 +617,8 @@ class MakesLayers(keras.Model):
 @program("layers made in call, and a predict of the model's own")
 def layers_made_in_call() -> Made:
     """Layers without weights that each call makes anew; a `predict` that changes the outputs."""
-    return Made(MakesLayers(), {"optimizer": adam(), "loss": SPARSE}, fit(images(), labels()))
+    options = {"optimizer": adam(), "loss": SPARSE}
+    return Made(MakesLayers(), options, fit(images(), labels()), predict={"x": images()})
 
 
 class WritesEntries(keras.Model):

@@ -136,9 +136,10 @@ def taken_by_all(branch: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def may_be_left_out() -> bool:
-    """Returns whether some replicas may leave out what is traced now, or do it more often.
+    """Returns whether some replicas may not run the operations that are traced now.
 
-    That is so in a loop, and in a branch that was not marked by `taken_by_all`.
+    Operations inside a loop may run more often on one replica than on another. A branch may run on
+    some replicas only, unless `taken_by_all` has marked it.
     """
     graph = tf.compat.v1.get_default_graph()
     while is_branch(graph):

@@ -111,12 +111,16 @@ class Evaluated(keras.Model):
             self.tracker.update_state(ratio, count)
             return self.memory.assign(self.memory * 0.5 + ratio)
 
+        def once_more(i: Any) -> list[Any]:
+            update()
+            return [i + 1]
+
         if self.case == "update in a condition":
             tf.cond(ratio > 0, update, lambda: self.memory.assign(ratio))
         if self.case == "update by the number of rows":
             tf.cond(count > 9, update, lambda: self.memory.assign(ratio))
         if self.case == "update in a loop":
-            tf.while_loop(lambda i: i < count, lambda i: [i + 1 + 0 * int(update() is None)], [0])
+            tf.while_loop(lambda i: i < count, once_more, [0])
 
     def _change_entries(self, ratio: Any) -> Any:
         """Changes some entries of a variable, and returns the sum of all."""

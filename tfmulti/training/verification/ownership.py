@@ -41,7 +41,7 @@ def own_parts(model: keras.Model) -> list[str]:
     parts may be methods of the step, losses, metrics, layers, operations and optimizers.
     """
     methods = ("train_step", "compute_loss", "compute_metrics")
-    parts = [name for name in methods if _is_of_user(method_of(model, name))]
+    parts = [name for name in methods if is_of_user(method_of(model, name))]
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         function = keras.losses.get(loss) if isinstance(loss, str) else loss
         is_own = _is_own(function) or _is_own(getattr(loss, "fn", None))
@@ -51,7 +51,7 @@ def own_parts(model: keras.Model) -> list[str]:
         # A metric class of Keras may average a function that has no public name.
         is_wrapper = type(metric) is keras.metrics.MeanMetricWrapper
         function = function_of(metric)
-        is_own = _is_own(metric) or (_is_own(function) if is_wrapper else _is_of_user(function))
+        is_own = _is_own(metric) or (_is_own(function) if is_wrapper else is_of_user(function))
         if is_own or is_along_rows(metric, _rank_of_outputs(model)):
             parts.append(f"the metric {_name(metric)}")
     parts += own_layers(model)
@@ -66,18 +66,18 @@ def own_layers(model: keras.Model) -> list[str]:
     parts = []
     for layer in layers_of(model):
         # A model without a `call` of its own only holds layers.
-        only_holds = layer is model and not _is_of_user(method_of(model, "call"))
+        only_holds = layer is model and not is_of_user(method_of(model, "call"))
         is_own = isinstance(layer, keras.layers.Lambda) or (_is_own(layer) and not only_holds)
         # An axis that is counted from the end may be the first one.
         rank = input_rank_of(layer)
         own_activation = any(map(_is_own_activation, activations_of(layer)))
         # A recurrent layer may have a cell that is no layer, and so none of `layers_of`.
         held = (getattr(layer, "activity_regularizer", None), getattr(layer, "cell", None))
-        is_own = is_own or any(map(_is_of_user, held)) or isinstance(held[0], _BETWEEN_ROWS)
+        is_own = is_own or any(map(is_of_user, held)) or isinstance(held[0], _BETWEEN_ROWS)
         if is_own or own_activation or is_along_rows(layer, rank):
             parts.append(f"the layer {layer.name}")
     for operation in operations_of(model):
-        if _is_of_user(operation) or type(operation).__name__ not in _BY_ELEMENT:
+        if is_of_user(operation) or type(operation).__name__ not in _BY_ELEMENT:
             parts.append(f"the operation {type(operation).__name__}")
     return parts
 
@@ -105,7 +105,7 @@ def _is_own(part: Any) -> bool:
     """Returns whether a function or an object of a class is not known."""
     if part is None:
         return False
-    if _is_of_user(part):
+    if is_of_user(part):
         return True
     # Keras' models only hold layers.
     if _package(part) == "tfmulti" or isinstance(part, keras.Model):
@@ -113,7 +113,7 @@ def _is_own(part: Any) -> bool:
     return not is_compared(part if hasattr(part, "__name__") else type(part))
 
 
-def _is_of_user(part: Any) -> bool:
+def is_of_user(part: Any) -> bool:
     """Returns whether neither Keras nor tfmulti defines a function or the class of an object."""
     return part is not None and _package(part) not in _KNOWN
 

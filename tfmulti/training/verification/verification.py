@@ -35,7 +35,7 @@ from tfmulti.training.state import model_checks, relocation
 from tfmulti.training.state.trainer_state import is_prepared, state_of
 from tfmulti.training.verification import comparison
 from tfmulti.training.verification.comparison import Difference
-from tfmulti.training.verification.ownership import own_parts
+from tfmulti.training.verification.ownership import is_of_user, own_parts
 from tfmulti.training.verification.result import Verification
 from tfmulti.training.verification.step_comparison import StepComparison
 
@@ -110,7 +110,7 @@ class FirstSteps:
         """
         if not self._is_due:
             return
-        has_own = any(map(_is_of_user, callbacks))
+        has_own = any(map(_runs_user_code, callbacks))
         # The workers may have different callbacks, but must compare at the same time.
         of_workers = gather(self._model.distribute_strategy, [has_own])
         if not any(own for (own,) in of_workers):
@@ -166,10 +166,9 @@ class FirstSteps:
             self._trial.close()
 
 
-def _is_of_user(callback: Any) -> bool:
+def _runs_user_code(callback: Any) -> bool:
     """Returns whether a callback runs code of the user's own."""
-    is_of_library = type(callback).__module__.partition(".")[0] in ("keras", "tfmulti")
-    return not is_of_library or isinstance(callback, keras.callbacks.LambdaCallback)
+    return is_of_user(callback) or isinstance(callback, keras.callbacks.LambdaCallback)
 
 
 def before_batch(model: keras.Model, batch: Any, given: WorkerBatch) -> None:
