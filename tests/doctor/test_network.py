@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tfmulti.cluster.cluster import Cluster, Task
 from tfmulti.doctor import job
 from tfmulti.doctor.finding import FAILED, OK, Finding, Report, findings_of
-from tfmulti.doctor.network import Network
+from tfmulti.doctor.network import Network, _Connection
 from tfmulti.doctor.result import Result
 from tfmulti.launch.addresses import reserved
 
@@ -129,3 +129,10 @@ def test_the_clock_of_a_worker_is_compared_in_either_direction() -> None:
         (1, "it is 2.5 s ahead of worker 0's"),
         (2, "it is 3.0 s behind worker 0's"),
     ]
+
+
+def test_a_delay_of_the_machine_is_not_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s = iter((0.06, 0.002, 0.002, 0.05, 0.2, 0.05))
+    monkeypatch.setattr(_Connection, "_load", lambda self, size: next(took_s))
+    megabytes_of_the_second = 32 * 1024**2 / 1e6
+    assert _Connection(cast(Any, None)).bandwidth() == megabytes_of_the_second / 0.05
