@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import os
 import pty
@@ -568,10 +569,21 @@ USER_SIDE = """
         inputs = keras.Input(spec.input_shape)
         return keras.Model(inputs, keras.layers.Dense(spec.outputs, "softmax")(inputs))
 
+    class ShareOfEachClass(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="shares")
+            self.sums = self.add_weight(shape=(2,), initializer="zeros")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.sums.assign_add(keras.ops.sum(y_pred, 0))
+
+        def result(self):
+            return keras.ops.divide_no_nan(self.sums, keras.ops.sum(self.sums))
+
     def compiled():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, "softmax")])
         model.compile(keras.optimizers.RMSprop(0.01), "sparse_categorical_crossentropy",
-                      metrics=["accuracy"])
+                      metrics=["accuracy", ShareOfEachClass()])
         return model
 
     class Divided(keras.Model):
@@ -631,6 +643,9 @@ def test_users_own_functions(user_side: Path, dataset: str, model: str) -> None:
     )
     if dataset == "batches":
         assert report["metrics"]["test_accuracy"] >= 0
+        assert [sum(shares) for shares in report["history"]["val_shares"]] == pytest.approx([1, 1])
+        last = list(csv.DictReader(io.StringIO((user_side / "r/history.csv").read_text())))[-1]
+        assert json.loads(last["val_shares"]) == report["history"]["val_shares"][-1]
 
 
 def test_other_numbers_than_one_devices_fail_the_run(user_side: Path) -> None:

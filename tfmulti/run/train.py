@@ -38,7 +38,7 @@ from tfmulti.distribution.agreement import broadcast, gather
 from tfmulti.errors import RunDirError, VerificationError
 from tfmulti.launch.signals import SignalWatch
 from tfmulti.run import artifacts, report_page, validation
-from tfmulti.run.callbacks.history_file import HistoryFile
+from tfmulti.run.callbacks.history_file import HistoryFile, listed
 from tfmulti.run.callbacks.model_file import ModelFile, save_model
 from tfmulti.run.callbacks.stragglers import Stragglers
 from tfmulti.run.callbacks.tensorboard import TensorBoard
@@ -267,7 +267,11 @@ def train_model(
         callbacks=callbacks,
         verbose=_verbosity(verbose) if setup.placement.is_chief else 0,
     )
-    return {name: values for name, values in history.history.items() if name not in LOGS}
+    return {
+        name: [listed(value) for value in values]
+        for name, values in history.history.items()
+        if name not in LOGS
+    }
 
 
 def test(setup: Setup, model: keras.Model, watchdog: Watchdog) -> dict[str, float]:
@@ -289,7 +293,7 @@ def test(setup: Setup, model: keras.Model, watchdog: Watchdog) -> dict[str, floa
     if state_of(model).run.stopped_by:
         # The metrics of only some of the rows are no result.
         return {}
-    return {f"test_{name}": value for name, value in metrics.items()}
+    return {f"test_{name}": listed(value) for name, value in metrics.items()}
 
 
 def dry_run(setup: Setup, model: keras.Model) -> FitReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tfmulti.run.callbacks.model_file import ModelFile
@@ -54,10 +55,13 @@ def test_a_short_run_saves_only_at_its_end(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_vectors_do_not_reach_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["on_epoch_end", "on_train_batch_end"])
+def test_vectors_do_not_reach_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "keras.callbacks.TensorBoard.on_epoch_end", lambda self, epoch, logs: seen.append(logs)
+        f"keras.callbacks.TensorBoard.{method}", lambda self, number, logs: seen.append(logs)
     )
-    TensorBoard(tmp_path).on_epoch_end(0, {"loss": 1.0, "f1": [0.5, 0.5]})
+    getattr(TensorBoard(tmp_path), method)(0, {"loss": 1.0, "f1": np.array([0.5, 0.5])})
     assert seen == [{"loss": 1.0}]

@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfmulti.config.run_directory import remove, write_text
+
+
+def listed(value: Any) -> Any:
+    """Returns a metric that is an array as a list, and any other one as it is."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 class HistoryFile(keras.callbacks.Callback):
@@ -27,7 +33,8 @@ class HistoryFile(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds the row of the epoch, and writes the file."""
         rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-        row = {"epoch": epoch + 1, **(logs or {}), "learning_rate": rate}
+        metrics = {name: listed(value) for name, value in (logs or {}).items()}
+        row = {"epoch": epoch + 1, **metrics, "learning_rate": rate}
         self._rows.append(row)
         self._write()
 

@@ -6,6 +6,7 @@ Runs on the chief.
 from __future__ import annotations
 
 import contextlib
+import numbers
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,10 @@ class TensorBoard(keras.callbacks.TensorBoard):
         self._remove_repeated_events(-1)
         super().on_test_begin(logs)
 
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Writes the scalar metrics of the step."""
+        super().on_train_batch_end(batch, _scalars(logs))
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the scalar metrics of the epoch."""
         check_guards(self._folder)
@@ -131,5 +136,5 @@ def keep_before(path: Path, epoch: int, step: int) -> None:
 
 
 def _scalars(logs: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the metrics that are not vectors."""
-    return {name: value for name, value in (logs or {}).items() if not isinstance(value, list)}
+    """Returns the metrics that are one number."""
+    return {name: value for name, value in (logs or {}).items() if isinstance(value, numbers.Real)}

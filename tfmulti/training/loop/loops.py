@@ -378,14 +378,14 @@ def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps:
 
 
 def as_floats(logs: Logs) -> Logs:
-    """Returns logs with scalars as floats and arrays as lists. None and texts stay, as in Keras."""
+    """Returns logs with scalars as floats and others as arrays. None and texts stay, as in Keras."""
 
     def as_float(value: Any) -> Any:
         array = np.asarray(value)
         # A text comes as a tensor, and with `run_eagerly` as bytes.
         if array.dtype.kind in "OS":
             return value if value is None else array.astype(object)
-        return float(array) if array.ndim == 0 else array.tolist()
+        return float(array) if array.ndim == 0 else array
 
     return {name: as_float(value) for name, value in logs.items()}
 
