@@ -32,6 +32,7 @@ from tfmulti.keras_patches.model_structure import (
 from tfmulti.keras_patches.random_numbers import _next_global_seed, global_seed
 from tfmulti.keras_patches.tracing import traces_of
 from tfmulti.keras_patches.variables import (
+    array_of,
     attributes_of,
     exchange_keys,
     new_tf_variable,
@@ -65,6 +66,15 @@ def test_upstream_tensorflow_still_hides_whether_operations_are_deterministic() 
     """This is the reason for `is_for_xla`."""
     public = [*dir(tf.config), *dir(tf.config.experimental)]
     assert [name for name in public if "determinism" in name] == ["enable_op_determinism"]
+
+
+def test_upstream_numpy_still_cannot_read_a_number_in_bfloat16() -> None:
+    """This is the reason for `array_of`."""
+    number = tf.constant(1.5, tf.bfloat16)
+    with pytest.raises(ValueError, match="not producing an array"):
+        np.asarray(number)
+    assert array_of(number).shape == ()
+    assert float(array_of(number)) == 1.5
 
 
 @behaviour(upstream.fit_by_keras_with_an_uneven_first_batch, at=[TWO_REPLICAS])

@@ -31,6 +31,7 @@ from tests.programs.registry import EQUAL, Made, Program
 from tests.support.cases import strategy_at
 from tfmulti import prepare
 from tfmulti.distribution.strategies import placement_of
+from tfmulti.keras_patches.variables import array_of
 
 LIMIT_S = 180
 SEED = 7
@@ -46,7 +47,7 @@ def nudged(next_creator: Callable[..., Any], draw: int = 0, **options: Any) -> A
     # A variable may be made while a step is traced.
     with tf.init_scope():
         value = options["initial_value"]
-        given = np.asarray(value() if callable(value) else value)
+        given = array_of(value() if callable(value) else value)
     value = given
     if given.dtype in (np.float32, np.float64):
         up = np.random.default_rng(given.size + draw).random(given.shape) < 0.5
@@ -85,14 +86,14 @@ def _left_by(made: Made, apart: tuple[str, ...]) -> dict[str, Any]:
     else:
         history = model.fit(**made.fit, verbose=0).history
         left |= {f"history/{key}": values for key, values in history.items()}
-    left |= {f"weight/{i}": keras.ops.convert_to_numpy(w) for i, w in enumerate(model.weights)}
+    left |= {f"weight/{i}": array_of(w.value) for i, w in enumerate(model.weights)}
     for name, optimizer in _optimizers(made).items():
         if not (optimizer.built and int(optimizer.iterations.numpy())):
             # This is the default of `compile`, which the step does not use.
             continue
         for i, variable in enumerate(optimizer.variables):
             kind = variable.name.rpartition("_")[2]
-            left[f"slot/{name}/{kind}/{i}"] = keras.ops.convert_to_numpy(variable)
+            left[f"slot/{name}/{kind}/{i}"] = array_of(variable.value)
     if made.after is not None:
         left |= {f"after/{key}": value for key, value in made.after(model).items()}
     if made.evaluate is not None:
@@ -101,7 +102,13 @@ def _left_by(made: Made, apart: tuple[str, ...]) -> dict[str, Any]:
     if made.predict is not None:
         outputs = keras.tree.flatten(model.predict(**made.predict, verbose=0))
         left |= {f"predict/{i}": output for i, output in enumerate(outputs)}
-    return {key: np.asarray(value) for key, value in left.items() if not key.startswith(apart)}
+    return {key: _storable(value) for key, value in left.items() if not key.startswith(apart)}
+
+
+def _storable(value: Any) -> np.ndarray:
+    """Returns a result as an array that NumPy's files can hold. They have no bfloat16."""
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 def _optimizers(made: Made) -> dict[str, keras.optimizers.Optimizer]:

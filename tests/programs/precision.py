@@ -45,6 +45,47 @@ def mixed_float16() -> Made:
     return _mixed("mixed_float16")
 
 
+class Scaled(layers.Layer):
+    """Multiplies by a weight that is one number, and counts its calls."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(tf.ones((), self.calls.dtype))
+        return self.scale * x
+
+
+class StepInBfloat16(keras.Model):
+    """Computes the loss in the type of the layers, and logs it so."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = self(x, training=True) - tf.cast(y, self.compute_dtype)
+            loss = tf.reduce_mean(tf.square(errors))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program(
+    "Keras: set_dtype_policy",
+    # TensorFlow cannot give such weights to several workers.
+    expects="of bfloat16 is not in the list of allowed values",
+    # Ten units in the last place of bfloat16.
+    tolerance=8e-2,
+)
+def weights_in_bfloat16() -> Made:
+    """Weights and logs in bfloat16, some of which are one number."""
+    keras.config.set_dtype_policy("bfloat16")
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(1)(Scaled()(layers.Dense(5, "tanh")(inputs)))
+    model = StepInBfloat16(inputs, outputs)
+    return Made(model, {"optimizer": sgd()}, fit(X, X[:, :1]))
+
+
 @program("Keras: compile(run_eagerly=True)")
 def eager_steps() -> Made:
     """Steps that run eagerly."""

@@ -5,6 +5,7 @@
 | `float(variable)` | `DistributedVariable.__float__`, `__int__`, `__array__` | none | it has them, as TensorFlow's other variables do |
 | variables | `Variable._value`, `Variable._initialize` | none | a Keras variable can be given another `tf.Variable` |
 | `attributes_of` | `Operation._inbound_nodes`, `_outbound_nodes`, and `_self_…` of TensorFlow's tracking | none | never: a search for variables looks at all attributes |
+| `array_of` | none | none | `numpy.asarray` reads a tensor that is one number in bfloat16 |
 | strategies | `Trainer._distribute_strategy`, `TFOptimizer._distribution_strategy`, `_var_key` | none | models and optimizers can change their strategy |
 """  # noqa: E501
 
@@ -40,6 +41,15 @@ def _of_one_copy(convert: Callable[..., Any]) -> Callable[..., Any]:
     Outside a step, for example in a callback, the copies of all replicas are the same.
     """
     return lambda variable, *args: convert(variable.numpy(), *args)
+
+
+def array_of(value: Any) -> np.ndarray:
+    """Returns a tensor, a variable or a number as an array, which shares the memory if it can.
+
+    `numpy.asarray` cannot read a tensor that is one number in bfloat16.
+    """
+    is_number = tf.is_tensor(value) and value.dtype == tf.bfloat16 and not value.shape.rank
+    return np.asarray(value.numpy() if is_number else value)
 
 
 def tf_variable_of(variable: Any) -> Any:

@@ -25,6 +25,7 @@ from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.model_structure import initial_epoch_of
+from tfmulti.keras_patches.variables import array_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.interface import Feed
@@ -381,7 +382,7 @@ def as_floats(logs: Logs) -> Logs:
     """Returns logs with scalars as floats and others as arrays. None and texts stay, as in Keras."""
 
     def as_float(value: Any) -> Any:
-        array = np.asarray(value)
+        array = array_of(value)
         # A text comes as a tensor, and with `run_eagerly` as bytes.
         if array.dtype.kind in "OS":
             return value if value is None else array.astype(object)

@@ -32,6 +32,7 @@ from tfmulti.errors import ClusterError, ModelError
 from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.keras_patches.tracing import eager_mode
 from tfmulti.keras_patches.variables import (
+    array_of,
     attributes_of,
     exchange_keys,
     new_tf_variable,
@@ -332,8 +333,8 @@ def values_of(state: State) -> dict[str, list[np.ndarray]]:
 
 def value_of(variable: tf.Variable) -> np.ndarray:
     """Returns the present value of a variable, in an array to read."""
-    # `np.asarray(variable)` would copy it.
-    return np.asarray(variable.read_value())
+    # Reading the variable itself would copy it.
+    return array_of(variable.read_value())
 
 
 def set_values(state: State, values: Mapping[str, Sequence[np.ndarray]]) -> None:
@@ -483,13 +484,13 @@ def adopt(model: keras.Model, strategy: tf.distribute.Strategy) -> int:
         for variable in outside:
             old = tf_variable_of(variable)
             if id(old) not in new:
-                new[id(old)] = _in_scope(variable, np.asarray(old), placement)
+                new[id(old)] = _in_scope(variable, array_of(old), placement)
             set_tf_variable(variable, new[id(old)])
         for holder in holders:
             old = holder.variable
             if id(old) not in new:
                 new[id(old)] = tf.Variable(
-                    np.asarray(old),
+                    array_of(old),
                     dtype=old.dtype,
                     trainable=old.trainable,
                     synchronization=old.synchronization,

@@ -21,6 +21,7 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ResumeError
 from tfmulti.keras_patches.model_structure import SEED
 from tfmulti.keras_patches.random_numbers import global_generator, made_global_generator
+from tfmulti.keras_patches.variables import array_of
 from tfmulti.training.state.model_checks import optimizers_of
 from tfmulti.training.state.relocation import components
 from tfmulti.training.state.trainer_state import state_of
@@ -114,7 +115,7 @@ def _form(value: Any) -> str:
 
 def _value(variable: Any) -> np.ndarray:
     # Every worker reads, because a variable that is synchronized on reading takes a collective.
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+    return array_of(keras.ops.convert_to_tensor(variable))
 
 
 def metric_states(model: keras.Model) -> Tree:
@@ -124,8 +125,7 @@ def metric_states(model: keras.Model) -> Tree:
     """
     variables = replica_context.metric_variables(model)
     own_values = [
-        np.stack([np.asarray(part) for part in components(variable.value)])
-        for variable in variables
+        np.stack([array_of(part) for part in components(variable.value)]) for variable in variables
     ]
     data = b"".join(values.tobytes() for values in own_values)
     placement = placement_of(model.distribute_strategy)

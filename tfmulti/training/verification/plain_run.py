@@ -16,7 +16,7 @@ from tfmulti.distribution import python_attributes
 from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.keras_patches.random_numbers import made_global_generator
 from tfmulti.keras_patches.tracing import nodes_of, optimized_once, traces_of
-from tfmulti.keras_patches.variables import tf_variable_of
+from tfmulti.keras_patches.variables import array_of, tf_variable_of
 from tfmulti.training.input.worker_batch import of_any_rows, specs_of_any_rows
 from tfmulti.training.state import relocation
 from tfmulti.training.verification import comparison, recording
@@ -158,7 +158,7 @@ class PlainRun:
             for batch in batches:
                 logs = step(batch)
         values = {name: relocation.value_of(v) for name, v in self._variables.items()}
-        return PlainResult(values, {name: np.asarray(value) for name, value in flat(logs)})
+        return PlainResult(values, {name: array_of(value) for name, value in flat(logs)})
 
     def call(self, step: Any, batch: Any, *, is_perturbed: bool = False) -> Any:
         """Runs one step from the state at the beginning, and returns what it returns."""

@@ -34,7 +34,7 @@ from tfmulti.keras_patches.random_numbers import (
     step_generator,
     with_global_generator,
 )
-from tfmulti.keras_patches.variables import tf_variable_of
+from tfmulti.keras_patches.variables import array_of, tf_variable_of
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.replay import BatchTrial, Trial
 from tfmulti.training.input.worker_batch import WorkerBatch
@@ -179,7 +179,7 @@ class StepComparison:
             source = self._trial.source(step)
             votes = loops.votes_of(model, stop=False)
             result = loops.run(model, model.train_function, source, self._at_once, votes)
-        logs = {name: np.asarray(value) for name, value in flat(result.logs)}
+        logs = {name: array_of(value) for name, value in flat(result.logs)}
         return logs, time.perf_counter() - begun
 
     def _after_replicas(self) -> Values:
@@ -345,7 +345,7 @@ class StepComparison:
                     step = steps.step_of(model, "train_step")
                     step = alone.compiled(recording.returning_notes(step, device_notes.append))
                     plain, perturbed = (
-                        [np.asarray(v) for v in alone.call(step, batch, is_perturbed=p)]
+                        [array_of(v) for v in alone.call(step, batch, is_perturbed=p)]
                         for p in (False, True)
                     )
             except Exception:
@@ -374,7 +374,7 @@ class StepComparison:
     def _of_replica(self, noted: Any, local: int) -> list[np.ndarray]:
         """Returns the notes' values on one local replica."""
         strategy = self._model.distribute_strategy
-        return [np.asarray(strategy.experimental_local_results(value)[local]) for value in noted]
+        return [array_of(strategy.experimental_local_results(value)[local]) for value in noted]
 
 
 def _comparable(
