@@ -23,7 +23,7 @@ from tfmulti.keras_patches.tracing import traces_of
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step_logs import StepLogs
-from tfmulti.training.verification import comparison
+from tfmulti.training.verification import comparison, step_comparison
 from tfmulti.training.verification.comparison import Difference
 from tfmulti.training.verification.plain_run import PlainRun
 
@@ -358,6 +358,8 @@ class Patch(NamedTuple):
     parts: list[tuple[Any, str, Any]]
 
 
+# GPUs multiply float32 numbers as TensorFloat-32.
+AS_ON_A_GPU = (step_comparison, "_unit_of", lambda model, placement: 2.0**-11)
 NOT_KNOWN = (global_values, "are_known", lambda replica_slice: False)
 NOT_DIVIDED = (global_values._Builder, "_over_weight", lambda self, value: value)
 PATCHES = {
@@ -382,13 +384,20 @@ PATCHES = {
 
 
 def verified_with_and_without_a_patch(case: str) -> Any:
-    """Returns the message of `verify` with the parts of tfmulti, and without them."""
+    """Returns the message of `verify` with the parts of tfmulti, and without them.
+
+    After a colon the case names the digits with which the model computes.
+    """
     found = []
+    case, _, digits = case.partition(":")
     patch = PATCHES[case]
-    for parts in ([], patch.parts):
+    last_digit = [AS_ON_A_GPU] if digits == "TensorFloat-32" else []
+    for parts in (last_digit, [*last_digit, *patch.parts]):
         keras.utils.set_random_seed(1)
+        keras.config.set_dtype_policy("mixed_bfloat16" if digits == "bfloat16" else "float32")
         with contextlib.nullcontext() if case == "no scope" else here.strategy.scope():
             model = patch.build()
+        keras.config.set_dtype_policy("float32")
         with contextlib.ExitStack() as replaced:
             for part in parts:
                 replaced.enter_context(mock.patch.object(*part))

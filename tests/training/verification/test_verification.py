@@ -77,6 +77,18 @@ WITHOUT_PATCH = {
     "a spread over the rows": "differs from one device",
     "no scope": "trains on one device",
 }
+# The same with fewer digits. In bfloat16 rounding explains most of these differences.
+WITHOUT_PATCH |= {
+    f"{case}:{digits}": WITHOUT_PATCH[case]
+    for case, digits in [
+        ("losses left by other replicas", "TensorFloat-32"),
+        ("rows of a table that all replicas look up", "bfloat16"),
+        ("a result under another name", "TensorFloat-32"),
+        ("a vector loss of rank 1", "TensorFloat-32"),
+        ("a vector loss of rank 2", "TensorFloat-32"),
+        ("a spread over the rows", "TensorFloat-32"),
+    ]
+}
 
 
 @pytest.mark.parametrize("behaviour", [verification.verified_with_and_without_a_patch])
@@ -87,7 +99,7 @@ WITHOUT_PATCH = {
         for case in WITHOUT_PATCH
         for place in few(TWO_REPLICAS, of=SEVERAL)
         # In a process with one replica, no other replica leaves losses in its layers.
-        if case != "losses left by other replicas" or place == TWO_REPLICAS
+        if not case.startswith("losses left by other replicas") or place == TWO_REPLICAS
     ],
 )
 def test_verification_finds_what_a_missing_patch_changes(results: list[Any], case: str) -> None:

@@ -273,7 +273,8 @@ class StepComparison:
                 device = plain.logs[name].astype(value.dtype), perturbed.logs[name]
                 log = Quantity("log", name)
                 differences.append(comparison.compare(log, value, *device, None, self._unit))
-        return [_decided(difference) for difference in differences]
+        times = comparison.times_sensitivity(self._unit)
+        return [_decided(difference, times) for difference in differences]
 
     def _kinds(self) -> dict[str, str]:
         """Returns the kind of each variable by name, without those that cannot be compared."""
@@ -417,9 +418,14 @@ def _distinct(copies: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [first, *(other for other in others if not np.array_equal(first, other))]
 
 
-def _decided(difference: Difference) -> Difference:
-    """Returns the same difference, or an undecided one if the perturbation changes too much."""
-    effect = difference.limit / comparison.TIMES_SENSITIVITY
+def _decided(difference: Difference, times: int) -> Difference:
+    """Returns the same difference, or an undecided one if the perturbation changes too much.
+
+    Args:
+        difference: the difference.
+        times: the limit divided by the effect of the perturbation.
+    """
+    effect = difference.limit / times
     size = max(abs(difference.on_replicas), abs(difference.on_one_device))
     is_clear = not np.isfinite(effect) or effect <= MOST_SENSITIVE * size
     if difference.excess > 1 or is_clear:
