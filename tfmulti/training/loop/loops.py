@@ -379,7 +379,7 @@ def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps:
 
 
 def as_floats(logs: Logs) -> Logs:
-    """Returns logs with scalars as floats and others as arrays. None and texts stay, as in Keras."""
+    """Returns logs with numbers as floats and others as arrays. None and texts stay as they are."""
 
     def as_float(value: Any) -> Any:
         array = array_of(value)

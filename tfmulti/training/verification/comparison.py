@@ -32,8 +32,8 @@ from tfmulti.distribution import row_labels
 TIMES_SENSITIVITY = 40
 # The same for a model that computes with fewer digits. Sums over rows are added with more digits
 # than that, so their order matters less. On three replicas, all but one of 120 correct programs in
-# bfloat16 differed by at most 1.0 times the change by one unit. In that one, rounding turned the sign
-# of a gradient, which disappeared with other weights.
+# bfloat16 differed by at most 1.0 times the change by one unit. In that one, rounding turned the
+# sign of a gradient, which did not happen with other weights.
 TIMES_SENSITIVITY_OF_FEW_DIGITS = 4
 # Each weight is changed by this many units in its last place if the model computes with all digits.
 PERTURBED_BY = 8
