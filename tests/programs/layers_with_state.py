@@ -288,6 +288,19 @@ def preprocessing_inside_the_model() -> Made:
     return Made(model, {"optimizer": adam(), "loss": SPARSE}, fit(data))
 
 
+@program(
+    "Keras: IntegerLookup(sparse=True)", "keras-io: Large-scale multi-label text classification"
+)
+def sparse_features_inside_the_model() -> Made:
+    """Tokens as a sparse vector of the words of each row, which a Dense layer multiplies."""
+    tokens = np.random.default_rng(3).integers(0, 10, (30, 3))
+    inputs = keras.Input((3,), dtype="int64")
+    lookup = layers.IntegerLookup(vocabulary=list(range(9)), output_mode="multi_hot", sparse=True)
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(lookup(inputs)))
+    compiled = {"optimizer": adam(), "loss": SPARSE}
+    return Made(model, compiled, fit(tokens, DATA[1], epochs=3))
+
+
 class CenterLoss(layers.Layer):
     """Adds the distance to the centre of a row's class, which moves by the rows."""
 

@@ -37,7 +37,11 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_threads, row_labels
-from tfmulti.distribution.lookup_gradients import Lookup, joined_lookups, lookups_in
+from tfmulti.distribution.lookup_gradients import (
+    joined_lookups,
+    lookups_in,
+    summed_over_replicas,
+)
 from tfmulti.distribution.replica_slice import ReplicaSlice, current, refuse_to_compile
 from tfmulti.errors import ModelError
 
@@ -143,9 +147,7 @@ def _sum_by_lookups(
     def of_lookups(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         """Returns the gradient that joins the summed lookups of an IndexedSlices."""
         summed_lookups = [
-            Lookup(total, lookup.indices, True)
-            if lookup.is_alike
-            else Lookup(total.values, total.indices, False)
+            summed_over_replicas(lookup, total)
             for lookup, total in zip(lookups_in(gradient), totals, strict=False)
         ]
         return joined_lookups(summed_lookups, gradient)

@@ -225,7 +225,7 @@ class _GradientTaker:
                 gradients.append(found)
                 continue
             pairs = zip(found, lookups, strict=True)
-            outside = [Lookup(part.values, part.indices, old.is_alike) for part, old in pairs]
+            outside = [old._replace(values=p.values, indices=p.indices) for p, old in pairs]
             gradients.append(joined_lookups(outside, found[0]))
         return gradients
 
