@@ -156,6 +156,20 @@ def rates_of_batches() -> Made:
     return _with(Thawing(), epochs=2)
 
 
+class Recompiling(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2:
+            rate = keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5)
+            self.model.compile(keras.optimizers.Adam(rate), SPARSE)
+            self.model.make_train_function(force=True)
+
+
+@program("Keras: compile in a callback")
+def another_optimizer_from_an_epoch_on() -> Made:
+    """A callback that compiles with another optimizer, whose rate follows its steps."""
+    return _with(Recompiling())
+
+
 @program("Keras: global random generators")
 def generators_after_training() -> Made:
     """What Python's and NumPy's generators draw after training, and the next model's weights."""

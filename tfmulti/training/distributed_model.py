@@ -210,6 +210,9 @@ class DistributedModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function of a training execution, as Keras does before `fit`."""
+        if force:
+            # A callback may have compiled the model with another optimizer.
+            relocation.enter(self)
         if self.train_function is None or force:
             reduction = self._reduction
 
