@@ -184,9 +184,18 @@ def is_of_condition(reason: str) -> bool:
     return reason.endswith(("(If)", "(Case)"))
 
 
+# The operations of `tf.numpy_function` and `tf.py_function`.
+PYTHON_FUNCTIONS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+
+
 def is_of_loop(reason: str) -> bool:
     """Returns whether a value is LOCAL because a loop computes it."""
     return reason.endswith("(While)")
+
+
+def is_of_python(reason: str) -> bool:
+    """Returns whether a reason is a Python function that runs in the step."""
+    return reason.endswith(tuple(f"({name})" for name in PYTHON_FUNCTIONS))
 
 
 def are_kept() -> bool:

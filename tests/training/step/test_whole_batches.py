@@ -85,7 +85,7 @@ def test_texts_of_several_workers_are_refused(errors: list[list[str]]) -> None:
     ("case", "expected"),
     [
         ("", "each replica computes the whole batch in the {}, because it is not known how"),
-        ("off", "values of the {} are those of one device: they depend on the operation"),
+        ("off", "values of the {} are those of one device: they depend on the"),
     ],
 )
 def test_a_warning_names_the_value_once(results: list[Any], expected: str) -> None:

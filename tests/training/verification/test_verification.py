@@ -108,13 +108,16 @@ def test_verification_finds_what_a_missing_patch_changes(results: list[Any], cas
         assert WITHOUT_PATCH[case] in without_patch
 
 
-# The words of the warning, for a step with a value that is not understood. A comparison settles all
-# values of a train_step. A condition is understood if both branches give means.
+# The words of the warning, for a step with a value that is not understood. A comparison settles the
+# values of a train_step, but not what a Python function does later. A condition is understood if
+# both branches give means.
 WARNINGS = {
     "train_step": [],
     "train_step:not compared": ["values of the train_step", "the custom gradient of"],
     "train_step:condition": [],
+    "train_step:python": ["the Python function 'PyFunc'", "only the calls in the first steps"],
     "test_step": ["the whole batch in the test_step", "the custom gradient of"],
+    "test_step:python": ["the whole batch in the test_step", "the Python function 'PyFunc'"],
     "predict_step": ["the whole batch in the predict_step", "the custom gradient of"],
 }
 

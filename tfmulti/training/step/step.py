@@ -186,7 +186,10 @@ def make_step(
         if logs is None:
             return step(data)
         with logs.recorded():
-            return logs.taken(step(data), replica_slice)
+            found = step(data)
+            if has_labels and not replica_slice.is_whole:
+                _note_python_functions(replica_slice)
+            return logs.taken(found, replica_slice)
 
     compiled = xla.xla_compiled(model, results_of, name)
 
@@ -271,6 +274,19 @@ def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
     return layers.states_of_its_own(model) | states
 
 
+def _note_python_functions(replica_slice: ReplicaSlice) -> None:
+    """Notes a Python function of the user's own in the step that is being traced.
+
+    Each replica calls it with its own rows. It may keep values of its own, such as a list of
+    labels, that no tensor depends on.
+    """
+    for op in tf.compat.v1.get_default_graph().get_operations():
+        is_own = not any(name in op.name for name in (collectives.SEND, collectives.RECEIVE))
+        if op.type in row_labels.PYTHON_FUNCTIONS and is_own:
+            replica_slice.note_unknown(f"the Python function {op.name!r} ({op.type})")
+            return
+
+
 def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> None:
     """Warns on the chief if a compiled step has changed a number or text while it was traced."""
     changed = python_attributes.first_change(attributes)
@@ -288,8 +304,9 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
     There is no warning while the first steps are compared with one device. If a `train_step` had
-    its numbers there, loops remain, because later steps may make other iterations. So do values of
-    a later trace, for data of another structure. The warning names the first reason that was
+    its numbers there, loops and Python functions remain, because later steps may make other
+    iterations, and a Python function may do anything. So do values of a later trace, for data of
+    another structure. The warning names the first reason that was
     noted while the step was traced. All noted reasons are then forgotten, so that they give one
     warning only.
     """
@@ -298,13 +315,15 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
         return
     compared = traced.compared if step == "train_step" else set()
     unknown = traced.unknown.pop(step)
-    reasons = [r for r in unknown if r not in compared or row_labels.is_of_loop(r)]
+    may_change = row_labels.is_of_loop, row_labels.is_of_python
+    reasons = [r for r in unknown if r not in compared or any(test(r) for test in may_change)]
     if not reasons or not placement_of(model.distribute_strategy).is_chief:
         return
     reason = reasons[0]
     advice = "Compare the first step with one device: prepare(model, verify=True)."
     if reason in compared:
-        advice = "verify has compared only the iterations that the loop made in the first steps."
+        part = "iterations that the loop made" if row_labels.is_of_loop(reason) else "calls"
+        advice = f"verify has compared only the {part} in the first steps."
     elif step != "train_step":
         advice = "Leave verify=False out, so that each replica computes the whole batch."
     warnings.warn(
