@@ -497,6 +497,30 @@ def sum_in_a_condition() -> Made:
     return _step(SumInACondition)
 
 
+class StagesOfALoss(keras.Model):
+    """Computes another loss in each stage of the training, in a function of TensorFlow."""
+
+    @tf.function
+    def of_this_stage(self, y: Any, y_pred: Any) -> Any:
+        loss = tf.reduce_mean(_entropy(y, y_pred))
+        if self.optimizer.iterations > 4:
+            loss = loss + tf.reduce_mean(tf.abs(y_pred))
+        elif self.optimizer.iterations > 2:
+            loss = 2.0 * loss
+        return loss
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *rest: Any, **more: Any) -> Any:
+        return self.of_this_stage(y, y_pred)
+
+
+@program("TensorFlow guide: Better performance with tf.function")
+def stages_of_a_loss() -> Made:
+    """An `if` and an `elif` on the number of the step, of which AutoGraph makes conditions."""
+    inputs = keras.Input((4,))
+    model = StagesOfALoss(inputs, layers.Dense(3)(inputs))
+    return Made(model, {"optimizer": sgd()}, fit(features(4), labels(), epochs=3))
+
+
 class MixUp(Step):
     def of(self, x: Any, y: Any) -> Any:
         mixing = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=5)

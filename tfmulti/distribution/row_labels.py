@@ -362,8 +362,10 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         if type(op.graph).__name__ in _LOOPS:
             return local(f"the value {op.name!r} that a loop on tensors carries (While)")
         return local(f"the input {op.name!r} of a function")
-    if op.type == "If":
-        return _of_condition(marks, output, inputs)
+    if op.type in ("If", "StatelessIf"):
+        label = _of_condition(marks, output, inputs)
+        if op.type == "If" or label.kind is not Kind.LOCAL:
+            return label
     # Each call of a stateful operation may give another value, such as a random number.
     if op.op_def.is_stateful and op.type not in _READERS | _SOURCES:
         return local(f"the operation {op.name!r} ({op.type})")
@@ -390,11 +392,11 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
 
 
 def _of_condition(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
-    """Returns the label of what a condition that reads variables computes.
+    """Returns the label of what a condition computes.
 
-    Such a condition cannot be built again from other values, since the gradient by its variables
-    would be lost. So the replicas must take the same branch, and the values of both branches must
-    be right without a change.
+    A condition that reads variables cannot be built again from other values, since the gradient by
+    its variables would be lost. So the replicas must take the same branch, and the values of both
+    branches must be right without a change.
     """
     op = output.op
     branches = [getattr(op, name, None) for name in ("_true_graph", "_false_graph")]
