@@ -426,3 +426,35 @@ def confusion_matrix_of_pixels() -> Made:
     model = keras.Sequential([keras.Input((3, 4)), layers.Dense(3, "softmax")])
     metrics = [Segmenter(3, name="iou"), keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")]
     return Made(model, {"optimizer": sgd(), "loss": SPARSE, "metrics": metrics}, fit(x, y))
+
+
+class LabelErrors(keras.metrics.Metric):
+    """The edit distances between the labels and the labels that CTC reads, per label."""
+
+    def __init__(self) -> None:
+        super().__init__(name="label_errors")
+        self.errors = self.add_weight(shape=(), initializer="zeros")
+        self.labels = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        lengths = tf.fill([tf.shape(y_pred)[0]], tf.shape(y_pred)[1])
+        decoded, _ = tf.nn.ctc_greedy_decoder(tf.transpose(y_pred, (1, 0, 2)), lengths)
+        truth = tf.sparse.from_dense(tf.cast(y_true, tf.int64))
+        self.errors.assign_add(tf.reduce_sum(tf.edit_distance(decoded[0], truth, normalize=False)))
+        self.labels.assign_add(tf.cast(tf.size(y_true), tf.float32))
+
+    def result(self) -> Any:
+        return self.errors / self.labels
+
+
+@program("keras-io: Automatic Speech Recognition using CTC")
+def label_errors_of_read_sequences() -> Made:
+    """A metric of edit distances, whose rank TensorFlow does not know."""
+    y = np.random.default_rng(8).integers(1, 4, (30, 2)).astype("int32")
+    model = keras.Sequential([keras.Input((5, 4)), layers.Dense(5)])
+    compiled = {"optimizer": sgd(), "loss": _mean_square, "metrics": [LabelErrors()]}
+    return Made(model, compiled, fit(features(5, 4), y))
+
+
+def _mean_square(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.square(y_pred), axis=(1, 2))

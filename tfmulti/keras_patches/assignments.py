@@ -109,6 +109,10 @@ def _assign(
                 value = global_values.of_one_device(replica_slice, value)
             elif kind == "metric":
                 value = part_of_state(replica_slice, variable, value)
+            if kind and tf.is_tensor(value) and value.shape.rank is None:
+                # Keras compares the shapes. Here the number of rows is not known, and the rank of
+                # what some operations compute from them is not known either.
+                value = tf.ensure_shape(value, variable.shape)
     return original(variable, value, *args, **kwargs)
 
 
