@@ -521,6 +521,29 @@ def stages_of_a_loss() -> Made:
     return Made(model, {"optimizer": sgd()}, fit(features(4), labels(), epochs=3))
 
 
+class BalancedClasses(keras.losses.Loss):
+    """Weighs each row by a running count of its class, which the loss keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = keras.Variable(np.ones(3, "float32"), trainable=False)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        classes = tf.cast(tf.reshape(y_true, (-1,)), tf.int32)
+        in_batch = tf.reduce_sum(tf.one_hot(classes, 3), axis=0)
+        self.counts.assign(0.9 * self.counts + in_batch)
+        counts = tf.convert_to_tensor(self.counts)
+        weights = tf.reduce_sum(counts) / (3.0 * counts)
+        return tf.gather(weights, classes) * _entropy(y_true, y_pred)
+
+
+@program("Keras guide: losses with a state of their own")
+def loss_with_a_state() -> Made:
+    """A loss that keeps a Keras variable, which it changes by the rows of a batch."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    return Made(model, {"optimizer": sgd(), "loss": BalancedClasses()}, fit(features(4), labels()))
+
+
 class MixUp(Step):
     def of(self, x: Any, y: Any) -> Any:
         mixing = keras.random.beta((ops.shape(x)[0], 1), 0.4, 0.4, seed=5)

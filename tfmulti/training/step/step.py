@@ -270,7 +270,9 @@ def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
     # The user may also hold variables that are plain `tf.Variable`s.
     held = [holder.variable for holder in found.holders]
     copies = [copy for variable in held for copy in relocation.components(variable)]
-    states = {id(variable): "layer" for variable in (*held, *copies)}
+    losses = (owner for owner in found.objects if isinstance(owner, keras.losses.Loss))
+    of_losses = [v for loss in losses for v in vars(loss).values() if isinstance(v, keras.Variable)]
+    states = {id(variable): "layer" for variable in (*held, *copies, *of_losses)}
     return layers.states_of_its_own(model) | states
 
 
