@@ -29,7 +29,7 @@ class Lookup(NamedTuple):
         values: the gradients of the entries.
         indices: the indices of the entries.
         is_alike: whether all replicas look up the same indices.
-        is_distinct: whether each index is looked up once, because they come from `tf.unique`.
+        is_distinct: whether each index is looked up once, because `tf.unique` has made them.
     """
 
     values: tf.Tensor
@@ -71,7 +71,8 @@ def _are_distinct(indices: tf.Tensor) -> bool:
     """Returns whether `tf.unique` has made the indices."""
     while indices.op.type in _SAME_INDICES:
         indices = indices.op.inputs[0]
-    return indices.op.type in ("Unique", "UniqueV2")
+    # Its second output has the place of each index among the distinct ones.
+    return indices.op.type in ("Unique", "UniqueV2") and indices.value_index == 0
 
 
 def summed_over_replicas(lookup: Lookup, total: Any) -> Lookup:
