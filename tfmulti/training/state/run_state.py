@@ -115,7 +115,7 @@ def _form(value: Any) -> str:
 
 def _value(variable: Any) -> np.ndarray:
     # Every worker reads, because a variable that is synchronized on reading takes a collective.
-    return array_of(keras.ops.convert_to_tensor(variable))
+    return np.array(array_of(keras.ops.convert_to_tensor(variable)))
 
 
 def metric_states(model: keras.Model) -> Tree:
