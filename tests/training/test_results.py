@@ -131,3 +131,13 @@ def test_one_result_is_a_number() -> None:
         model = prepare(of_keras())
         model.compile("sgd", "mse")
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(9.0)
+
+
+def test_a_metric_of_several_numbers_is_an_array() -> None:
+    found = []
+    for model in plain_and_prepared(of_keras, metrics=[keras.metrics.F1Score()]):
+        history = model.fit(X, Y, verbose=0).history["f1_score"]
+        results = [*history, *model.evaluate(X, Y, verbose=0), *model.train_on_batch(X, Y)]
+        found.append([(type(value), np.shape(value)) for value in results])
+    assert found[0] == found[1]
+    assert (np.ndarray, (1,)) in found[0]
