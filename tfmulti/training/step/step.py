@@ -308,17 +308,21 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     There is no warning while the first steps are compared with one device. If a `train_step` had
     its numbers there, loops and Python functions remain, because later steps may make other
     iterations, and a Python function may do anything. So do values of a later trace, for data of
-    another structure. The warning names the first reason that was
-    noted while the step was traced. All noted reasons are then forgotten, so that they give one
-    warning only.
+    another structure. The warning names the first reason that was noted while the step was traced.
+    All noted reasons are then forgotten, so that they give one warning only.
     """
     traced = state_of(model).traced
     if not traced.unknown.get(step) or traced.is_compared_now:
         return
     compared = traced.compared if step == "train_step" else set()
     unknown = traced.unknown.pop(step)
-    may_change = row_labels.is_of_loop, row_labels.is_of_python
-    reasons = [r for r in unknown if r not in compared or any(test(r) for test in may_change)]
+    reasons = [
+        reason
+        for reason in unknown
+        if reason not in compared
+        or row_labels.is_of_loop(reason)
+        or row_labels.is_of_python(reason)
+    ]
     if not reasons or not placement_of(model.distribute_strategy).is_chief:
         return
     reason = reasons[0]
