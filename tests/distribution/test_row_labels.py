@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tfmulti.distribution import row_labels, row_rules
+from tfmulti.distribution.custom_gradients import mark_formula
 from tfmulti.distribution.row_rules import Kind
 
 pytestmark = pytest.mark.mirrored
@@ -238,7 +239,7 @@ def test_a_custom_gradient_is_not_mistaken_for_that_of_the_operations() -> None:
 def test_a_value_marked_as_a_formula_is_labelled_by_its_operations() -> None:
     def known(x: Any) -> Any:
         found = doubled(x - tf.reduce_mean(x, 0))
-        row_labels.mark_formula(found)
+        mark_formula(found)
         return found
 
     assert _traced(known)[1].kind is Kind.MIXED

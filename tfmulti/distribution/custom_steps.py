@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmulti.distribution.custom_gradients import mark_formula
 from tfmulti.distribution.global_values import are_known, note_unknown, of_one_device
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import mark_global, reduce_gradients
@@ -145,6 +146,15 @@ def ctc_loss(
     return losses
 
 
+def silu(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
+) -> Any:
+    """Returns `tf.nn.silu`, whose custom gradient is that of its operations with less memory."""
+    outputs = original(*args, **kwargs)
+    mark_formula(outputs)
+    return outputs
+
+
 # The module of TensorFlow, the name there, and the function that takes its place in a step.
 FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.nn, "compute_average_loss", average_loss),
@@ -154,4 +164,6 @@ FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf, "clip_by_value", clip),
     (tf.linalg, "global_norm", global_norm),
     (tf.nn, "ctc_loss", ctc_loss),
+    (tf.nn, "silu", silu),
+    (tf.nn, "swish", silu),
 ]

@@ -32,6 +32,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.distribution import row_labels
+from tfmulti.distribution.custom_gradients import custom_gradient
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import (
     gather_rows_with_gradient,
@@ -371,7 +372,7 @@ class _Builder:
         if not leaves or leaves[0] is built:
             return built
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        @custom_gradient
         def identity(value: tf.Tensor, *_: tf.Tensor) -> Any:
             def back(upstream: tf.Tensor) -> Any:
                 return (None, *tf.gradients(built, leaves, upstream, stop_gradients=leaves))
@@ -638,7 +639,7 @@ class _Builder:
         if not value.dtype.is_floating:
             return sum_with_gradient(value)
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        @custom_gradient
         def summed(value: tf.Tensor) -> Any:
             weight = tf.cast(replica_slice.weight, value.dtype)
 

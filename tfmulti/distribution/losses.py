@@ -23,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.distribution import row_labels
+from tfmulti.distribution.custom_gradients import custom_gradient
 from tfmulti.distribution.replica_context import gather_rows, sum_by_dtype
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
@@ -244,7 +245,7 @@ def _all_rows_of_variable(replica_slice: ReplicaSlice, value: Any, attached: Seq
 def _with_gradient_times(value: Any, factor: tf.Tensor) -> Any:
     """Returns the same value, whose gradient is multiplied by `factor`."""
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def identity(x: tf.Tensor) -> Any:
         return tf.identity(x), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
 

@@ -27,6 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmulti.distribution import replica_context
+from tfmulti.distribution.custom_gradients import custom_gradient
 from tfmulti.distribution.replica_slice import ReplicaSlice
 
 
@@ -56,7 +57,7 @@ def normalized(
     moments = _moments if is_image else _keras_moments
     count, mean, variance = _statistics(replica_slice, x, moments)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def normalize(*arguments: tf.Tensor) -> Any:
         x, gamma, beta, mean, variance = arguments
 
@@ -209,7 +210,7 @@ def _frozen_gradients(
     mean and variance.
     """
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def frozen(*arguments: tf.Tensor) -> Any:
         dy, x, gamma, mean, variance = arguments
         gradients = _kernel_gradients(
@@ -272,7 +273,7 @@ def global_moments(
     counts = tf.broadcast_to(counts, tf.shape(x))
     axes = list(axes)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def moments(x: tf.Tensor) -> Any:
         count = tf.reduce_sum(counts, axes, keepdims=True)
         mean = tf.math.divide_no_nan(tf.reduce_sum(x * counts, axes, keepdims=True), count)

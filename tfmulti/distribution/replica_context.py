@@ -37,6 +37,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution import collectives, replica_threads, row_labels
+from tfmulti.distribution.custom_gradients import custom_gradient
 from tfmulti.distribution.lookup_gradients import (
     joined_lookups,
     lookups_in,
@@ -437,7 +438,7 @@ def gather_rows_with_gradient(
     """
     to_global = to_global or functools.partial(global_gradient, replica_slice)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def gather(rows: tf.Tensor) -> Any:
         read_rows = tf.shape(rows, tf.int64)[0]
 
@@ -490,7 +491,7 @@ def _with_gradient(
     it would search the whole networks of the other replicas.
     """
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def identity(value: tf.Tensor, result: tf.Tensor) -> Any:
         return tf.identity(result), lambda upstream: (gradient(upstream), None)
 

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.distribution.custom_gradients import has_custom_gradient, is_formula
 from tfmulti.distribution.row_rules import (
     Kind,
     Label,
     Node,
     Parts,
     counts_own_rows,
-    has_custom_gradient,
     is_linear,
     leaves_out_rows,
     parts_after,
@@ -57,8 +57,6 @@ class _Marks:
     Attributes:
         labels: the labels that are known so far.
         calls: for each output of a marked layer, the inputs of the layer.
-        formulas: results of `tf.custom_gradient` whose gradient is that of the operations behind
-            them.
         reductions: sums and means over rows, numbers of rows, and states of metrics.
         metric_handles: the handles of the metrics' variables: their ids, and the names of the
             graph's inputs that stand for them.
@@ -67,7 +65,6 @@ class _Marks:
 
     labels: dict[str, Label] = field(default_factory=dict)
     calls: dict[str, list[Any]] = field(default_factory=dict)
-    formulas: set[str] = field(default_factory=set)
     reductions: set[str] = field(default_factory=set)
     metric_handles: set[int | str] = field(default_factory=set)
     origins: dict[str, Any] = field(default_factory=dict)
@@ -224,13 +221,6 @@ def mark_call(inputs: Any, outputs: Any) -> None:
             marks.calls.setdefault(output.name, input_tensors)
 
 
-def mark_formula(tensor: Any) -> None:
-    """Says that a `tf.custom_gradient` has the gradient of the operations behind its result."""
-    marks = _marks_of(tensor)
-    if marks is not None:
-        marks.formulas.add(tensor.name)
-
-
 def _marks_of(tensor: Any) -> _Marks | None:
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or not hasattr(tensor, "graph"):
         return None
@@ -373,7 +363,7 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         return ALIKE
     if op.type in ("Shape", "Size"):
         return _counted(marks, output, inputs[0])
-    is_opaque = has_custom_gradient(op) and output.name not in marks.formulas
+    is_opaque = has_custom_gradient(op) and not is_formula(output)
     if is_opaque and not kinds <= {Kind.ALIKE, Kind.ROWS}:
         return local(f"the custom gradient of {op.inputs[output.value_index].name!r}")
     if kinds <= {Kind.ALIKE, Kind.COUNT}:

@@ -189,11 +189,6 @@ def _repeated_by_tile(op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor] | None:
     return tile.inputs[0], amounts[axis]
 
 
-def has_custom_gradient(op: tf.Operation) -> bool:
-    """Returns whether an operation is the result of `tf.custom_gradient`."""
-    return op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
-
-
 def _elementwise(node: Node) -> Parts | None:
     """Rule of operations on elements: an input without rows is the same for each row."""
     rank = node.output.shape.rank

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.distribution import row_labels
+from tfmulti.distribution.custom_gradients import custom_gradient, mark_formula
 
 Original = Callable[..., Any]
 
@@ -53,7 +53,7 @@ def attention(
     seen = _seen(mask, is_causal, query, key)
     scale = tf.cast(scale, query.dtype)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def attend(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> Any:
         query, key, value = (_heads_first(part) for part in (query, key, value))
         scores = tf.matmul(query, key, transpose_b=True) * scale
@@ -81,7 +81,7 @@ def attention(
         return _heads_first(outputs), gradient
 
     outputs = attend(query, key, value)
-    row_labels.mark_formula(outputs)
+    mark_formula(outputs)
     return outputs
 
 
@@ -121,7 +121,7 @@ def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
     gamma = tf.ones([width]) if layer.gamma is None else tf.convert_to_tensor(layer.gamma)
     beta = tf.zeros([width]) if layer.beta is None else tf.convert_to_tensor(layer.beta)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @custom_gradient
     def normalize(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> Any:
         mean, variance = tf.nn.moments(x, [-1], keepdims=True)
         scale = tf.math.rsqrt(variance + layer.epsilon)
@@ -150,7 +150,7 @@ def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
         return outputs, gradient
 
     outputs = normalize(inputs, gamma, beta)
-    row_labels.mark_formula(outputs)
+    mark_formula(outputs)
     return outputs
 
 
