@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti.distribution import row_labels, row_rules
+from tfmulti.distribution import row_labels, row_rules, row_sequences
 from tfmulti.distribution.custom_gradients import mark_formula
 from tfmulti.distribution.row_rules import Kind
+from tfmulti.keras_patches.tracing import nodes_of
 
 pytestmark = pytest.mark.mirrored
 
@@ -30,6 +31,38 @@ def _given_out(first: Any, given: Any) -> Any:
     """Returns a tensor that existed before the call, as a layer may do."""
     row_labels.mark_call(given, first)
     return first
+
+
+WEIGHT = tf.Variable(np.linspace(-1.0, 1.0, 16, dtype=np.float32).reshape(4, 4))
+
+
+def _steps(x: tf.Tensor) -> tf.Tensor:
+    """Returns two time steps of two features for each row: `[time, rows, features]`."""
+    return tf.transpose(tf.reshape(x, [-1, 2, 2]), [1, 0, 2])
+
+
+def _repeated(
+    change: Callable[..., Any], *values: Any, again: Callable[..., Any] | None = None
+) -> Any:
+    """Returns the values after three passes of a loop, or as long as `again` says."""
+    again = again or (lambda step, *_: step < 3)
+    loop = tf.while_loop(again, lambda i, *now: (i + 1, *change(i, *now)), (0, *values))
+    return loop[1:]
+
+
+def _recurrent(x: tf.Tensor, items: Callable[[tf.Tensor], tf.Tensor] = _steps) -> tf.Tensor:
+    """Returns the states after each time step, as a list that a loop fills and a tensor of it."""
+    steps = items(x)
+    count = tf.shape(steps)[0]
+    given = tf.TensorArray(tf.float32, count).unstack(steps)
+    states = tf.TensorArray(tf.float32, count)
+
+    def change(i: tf.Tensor, state: tf.Tensor, states: tf.TensorArray) -> Any:
+        state = tf.tanh(given.read(i) + state @ WEIGHT[: state.shape[-1], : state.shape[-1]])
+        return state, states.write(i, state)
+
+    first = tf.zeros_like(steps[0])
+    return _repeated(change, first, states, again=lambda i, *_: i < count)[1].stack()
 
 
 BY_ROWS: dict[str, Callable[[Any], Any]] = {
@@ -83,6 +116,15 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "cast": lambda x: tf.cast(x > 0.5, tf.int32),
     "bits": lambda x: tf.bitcast(x, tf.int32),
     "largest features": lambda x: tf.math.top_k(x, 2).values,
+    "time step": lambda x: _steps(x)[1],
+    "time steps, transposed back": lambda x: tf.transpose(_steps(x), [1, 0, 2]),
+    "time steps, unstacked": lambda x: tf.unstack(_steps(x))[0],
+    "time steps, stacked": lambda x: tf.transpose(tf.stack([x, x * 2.0]), [1, 0, 2]),
+    "time steps, reversed": lambda x: tf.reverse(_steps(x), [0])[0],
+    "states of a loop": lambda x: tf.transpose(_recurrent(x), [1, 0, 2]),
+    "last state of a loop": lambda x: _recurrent(x)[-1],
+    "loop that reads a variable": lambda x: _repeated(lambda i, z: [tf.tanh(z @ WEIGHT) + x], x)[0],
+    "loop without variables": lambda x: _repeated(lambda i, z: [tf.tanh(z) + x], x)[0],
     "accuracy": lambda x: keras.metrics.sparse_categorical_accuracy(x[:, 0], x),
 }
 NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
@@ -124,6 +166,35 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "crops of one image": lambda x: _cropped(x, tf.fill([tf.shape(x)[0]], 1)),
     "crops at given numbers": lambda x: _cropped(x, tf.range(6)),
     "crops in another order": lambda x: _cropped(x, tf.range(tf.shape(x)[0] - 1, -1, -1)),
+    "row of the time steps": lambda x: _steps(x)[:, 0],
+    "time steps of reversed rows": lambda x: tf.reverse(_steps(x), [1])[0],
+    "time step of a row's choice": lambda x: _steps(x)[tf.cast(tf.argmax(x[0]) % 2, tf.int32)],
+    "item of a list by a row's choice": lambda x: (
+        tf.TensorArray(tf.float32, 2)
+        .unstack(_steps(x))
+        .read(tf.cast(tf.argmax(x[0]) % 2, tf.int32))
+    ),
+    "list of as many zeros as rows": lambda x: tf.TensorArray(
+        tf.float32, tf.shape(x)[0], element_shape=[2]
+    ).stack(),
+    "first rows of a time step": lambda x: _steps(x)[1, :2],
+    "sum over time steps and rows": lambda x: tf.reduce_sum(_steps(x) @ WEIGHT[:2, :2], 1),
+    "rows as the steps of a loop": lambda x: _recurrent(x, lambda x: x[:, None])[:, 0],
+    "loop that mixes rows": lambda x: _repeated(
+        lambda i, z: [tf.tanh(z @ WEIGHT) - tf.reduce_mean(z, 0)], x
+    )[0],
+    "loop that mixes rows in its second pass": lambda x: _repeated(
+        lambda i, a, b: [b, tf.tanh(a @ WEIGHT) - tf.reduce_mean(a, 0)], x, x
+    )[0],
+    "loop until all rows are small": lambda x: _repeated(
+        lambda i, z: [0.5 * tf.tanh(z @ WEIGHT)], x, again=lambda i, z: tf.reduce_max(z) > 0.1
+    )[0],
+    "loop without variables until all rows are small": lambda x: _repeated(
+        lambda i, z: [0.5 * z], x, again=lambda i, z: tf.reduce_max(z) > 0.1
+    )[0],
+    "loop with a pass for each row": lambda x: _repeated(
+        lambda i, z: [tf.tanh(z @ WEIGHT)], x, again=lambda i, z: i < tf.shape(x)[0]
+    )[0],
     "numbered": lambda x: x * tf.range(tf.cast(tf.shape(x)[0], tf.float32))[:, None],
 }
 
@@ -163,11 +234,13 @@ def test_every_rule_is_tried() -> None:
     used: set[str] = set()
     for function in (*BY_ROWS.values(), *NOT_BY_ROWS.values()):
         compute, _ = _traced(function)
-        used |= {op.type for op in compute.graph.get_operations()}
+        # This includes the operations inside loops.
+        used |= {node.op for node in nodes_of(compute.graph)}
     # One rule may serve several operations.
-    rules = set(row_rules._RULES.values())
-    tried = {row_rules._RULES[kind] for kind in used if kind in row_rules._RULES}
-    assert {rule.__name__ for rule in rules - tried} <= {"_each_of_its_input"}
+    for rules_of in (row_rules._RULES, row_sequences._RULES):
+        tried = {rules_of[kind] for kind in used if kind in rules_of}
+        left = {rule.__name__ for rule in {*rules_of.values()} - tried}
+        assert left <= {"_each_of_its_input"}
 
 
 KINDS: dict[str, tuple[Kind, Callable[[Any], Any]]] = {

@@ -71,6 +71,7 @@ CORE = (
     "axes_of_the_rows",
     "activation_that_mixes_rows",
     "normalization_inside_a_recurrent_cell",
+    "recurrent_cell_and_scan",
     "draws_of_tf_random",
     "cached_and_shuffled",
     "accumulated_by_hand",

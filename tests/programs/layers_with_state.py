@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd
+from tests.programs.common import BATCH, SPARSE, adam, classifier, features, fit, labels, sgd
 from tests.programs.registry import Made, program
 
 DATA = (features(4), labels())
@@ -227,6 +227,54 @@ def normalization_inside_a_recurrent_cell() -> Made:
         [keras.Input((3, 4)), layers.RNN(NormalizedCell(3)), layers.Dense(3, "softmax")]
     )
     return Made(model, {"optimizer": sgd(), "loss": SPARSE}, fit(features(3, 4), labels()))
+
+
+class GatedCell(layers.Layer):
+    """A recurrent cell with two states."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.state_size, self.units = [units, units], units
+        self.dense = layers.Dense(2 * units)
+
+    def call(self, x: Any, states: Any) -> Any:
+        hidden, memory = states
+        gate, new = ops.split(self.dense(ops.concatenate([x, hidden], -1)), 2, axis=-1)
+        memory = ops.sigmoid(gate) * memory + ops.silu(new)
+        hidden = ops.tanh(memory)
+        return hidden, [hidden, memory]
+
+
+class Decayed(layers.Layer):
+    """Sums over the time steps with a rate that is learned, by a scan."""
+
+    def build(self, shape: Any) -> None:
+        self.rate = self.add_weight(shape=(shape[-1],), initializer="ones", name="rate")
+
+    def call(self, x: Any) -> Any:
+        def step(total: Any, entry: Any) -> Any:
+            total = ops.sigmoid(self.rate) * total + entry
+            return total, total
+
+        steps = ops.transpose(x, (1, 0, 2))
+        _, totals = ops.scan(step, ops.zeros_like(steps[0]), steps)
+        return ops.transpose(totals, (1, 0, 2))
+
+
+@program("Keras guide: Working with RNNs")
+def recurrent_cell_and_scan() -> Made:
+    """A cell and a scan over time of the user's own, in training, evaluation and prediction."""
+    inputs = keras.Input((5, 4))
+    hidden = Decayed()(layers.RNN(GatedCell(3), return_sequences=True)(inputs))
+    outputs = layers.Dense(3, "softmax")(layers.RNN(GatedCell(3))(hidden))
+    x, y = features(5, 4), labels()
+    return Made(
+        keras.Model(inputs, outputs),
+        {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]},
+        fit(x, y),
+        evaluate={"x": x, "y": y, "batch_size": BATCH},
+        predict={"x": x, "batch_size": BATCH},
+    )
 
 
 class StochasticDepth(layers.Layer):

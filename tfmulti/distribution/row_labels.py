@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.distribution import custom_gradients, row_sequences
 from tfmulti.distribution.custom_gradients import has_custom_gradient, is_formula
 from tfmulti.distribution.row_rules import (
     Kind,
@@ -56,6 +57,7 @@ class _Marks:
 
     Attributes:
         labels: the labels that are known so far.
+        given: the labels that `mark` has set.
         calls: for each output of a marked layer, the inputs of the layer.
         reductions: sums and means over rows, numbers of rows, and states of metrics.
         metric_handles: the handles of the metrics' variables: their ids, and the names of the
@@ -64,6 +66,7 @@ class _Marks:
     """
 
     labels: dict[str, Label] = field(default_factory=dict)
+    given: dict[str, Label] = field(default_factory=dict)
     calls: dict[str, list[Any]] = field(default_factory=dict)
     reductions: set[str] = field(default_factory=set)
     metric_handles: set[int | str] = field(default_factory=set)
@@ -71,7 +74,7 @@ class _Marks:
 
 
 _graphs: weakref.WeakKeyDictionary[tf.Graph, _Marks] = weakref.WeakKeyDictionary()
-_labels_of_branches: weakref.WeakKeyDictionary[tf.Graph, dict[str, Label]] = (
+_given_in_branches: weakref.WeakKeyDictionary[tf.Graph, dict[str, Label]] = (
     weakref.WeakKeyDictionary()
 )
 # The branches that all replicas take, or none of them.
@@ -171,9 +174,12 @@ def kept_in_branch() -> Iterator[bool]:
 
 
 def _marks_of_branch(branch: tf.Graph, marks: _Marks) -> _Marks:
-    """Returns the marks of a branch in a graph with `marks`; its labels outlive `_graphs`."""
-    labels = _labels_of_branches.setdefault(branch, {})
-    return _Marks(labels, metric_handles=marks.metric_handles)
+    """Returns the marks of a branch in a graph with `marks`, with the labels that `mark` has set.
+
+    These outlive `_graphs`. Others depend on the labels of the branch's inputs.
+    """
+    given = _given_in_branches.setdefault(branch, {})
+    return _Marks(dict(given), given, metric_handles=marks.metric_handles)
 
 
 def is_of_condition(reason: str) -> bool:
@@ -204,7 +210,7 @@ def mark(tensor: Any, label: Label) -> None:
     """Sets the label of a tensor of a graph that has labels; does nothing for other tensors."""
     marks = _marks_of(tensor)
     if marks is not None:
-        marks.labels[tensor.name] = label
+        marks.labels[tensor.name] = marks.given[tensor.name] = label
 
 
 def mark_call(inputs: Any, outputs: Any) -> None:
@@ -221,6 +227,30 @@ def mark_call(inputs: Any, outputs: Any) -> None:
             marks.calls.setdefault(output.name, input_tensors)
 
 
+def custom_gradients_behind(target: tf.Tensor) -> list[str]:
+    """Returns the names of custom gradients behind a tensor that are not known.
+
+    Those inside a marked layer are known.
+    """
+    marks = _marks_of(target)
+    if marks is None:
+        return []
+    # Whether a layer is read is known as soon as the label is.
+    label_of(target)
+    found: dict[str, None] = {}
+    stack, visited = [target], {target.name}
+    while stack:
+        tensor = stack.pop()
+        called = marks.calls.get(tensor.name)
+        if called is None:
+            found |= dict.fromkeys(custom_gradients.unknown_in(tensor.op))
+        for behind in tensor.op.inputs if called is None else called:
+            if behind.name not in visited and getattr(behind, "graph", None) is tensor.graph:
+                visited.add(behind.name)
+                stack.append(behind)
+    return list(found)
+
+
 def _marks_of(tensor: Any) -> _Marks | None:
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or not hasattr(tensor, "graph"):
         return None
@@ -234,6 +264,8 @@ def label_of(value: Any) -> Label:
     function would exceed Python's limit in a long chain of operations.
     """
     if not isinstance(value, tf.Tensor):
+        if isinstance(value, tf.IndexedSlices):
+            return local("a gradient of lookups (tf.IndexedSlices) that the step has made")
         is_number = isinstance(value, (int, float, bool, np.generic, np.ndarray))
         return ALIKE if is_number else local(f"a {type(value).__name__}")
     marks = _marks_of(value)
@@ -339,9 +371,18 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
     if _reads_metric(marks, op):
         marks.reductions.add(output.name)
         return Label(Kind.SUM)
+    if _counts_entries(op):
+        return ALIKE
+    sequence = row_sequences.label_after(Node(op, inputs, output))
+    if sequence is not None:
+        return sequence
+    if op.type in ("While", "StatelessWhile"):
+        label = _of_loop(marks, output, inputs)
+        if op.type == "While" or label.kind is not Kind.LOCAL or label.entries:
+            return label
     for label in inputs:
         if label.kind is Kind.LOCAL:
-            return label
+            return local(label.reason)
     if op.type == "Placeholder":
         # A function's captured variable or eager tensor is the same on every replica.
         captured = _origin(marks, output)
@@ -351,7 +392,7 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
             return ALIKE
         if type(op.graph).__name__ in _LOOPS:
             return local(f"the value {op.name!r} that a loop on tensors carries (While)")
-        return local(f"the input {op.name!r} of a function")
+        return local(f"the value {op.name!r}, of which each replica has its own")
     if op.type in ("If", "StatelessIf"):
         label = _of_condition(marks, output, inputs)
         if op.type == "If" or label.kind is not Kind.LOCAL:
@@ -365,7 +406,7 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
         return _counted(marks, output, inputs[0])
     is_opaque = has_custom_gradient(op) and not is_formula(output)
     if is_opaque and not kinds <= {Kind.ALIKE, Kind.ROWS}:
-        return local(f"the custom gradient of {op.inputs[output.value_index].name!r}")
+        return local(f"the custom gradient {op.name!r}")
     if kinds <= {Kind.ALIKE, Kind.COUNT}:
         repeated = repetition(op)
         if repeated is not None and label_of(repeated[0]).kind is Kind.ALIKE:
@@ -381,6 +422,15 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
     return GLOBAL
 
 
+def _counts_entries(op: tf.Operation) -> bool:
+    """Returns whether an operation is `tf.shape(x)[0]` of a sequence, such as its time steps."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return False
+    begin, is_one = tf.get_static_value(op.inputs[1]), op.get_attr("shrink_axis_mask") == 1
+    is_first = begin is not None and begin[0] == 0
+    return is_first and is_one and bool(label_of(op.inputs[0].op.inputs[0]).entries)
+
+
 def _of_condition(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
     """Returns the label of what a condition computes.
 
@@ -391,7 +441,9 @@ def _of_condition(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> 
     op = output.op
     branches = [getattr(op, name, None) for name in ("_true_graph", "_false_graph")]
     if inputs[0].kind is Kind.ALIKE and None not in branches:
-        labels = {_of_branch(marks, graph, output.value_index, inputs[1:]) for graph in branches}
+        labels = set()
+        for graph in branches:
+            labels |= {*_of_function(marks, graph, inputs[1:], [output.value_index])}
         (label, *others) = labels
         if not others and label.kind in (Kind.ALIKE, Kind.MEAN, Kind.ROWS):
             return label
@@ -400,13 +452,50 @@ def _of_condition(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> 
     return local(f"the operation {op.name!r} (If)")
 
 
-def _of_branch(marks: _Marks, graph: tf.Graph, index: int, inputs: Sequence[Label]) -> Label:
-    """Returns the label of one output of a branch, from the labels of the condition's inputs."""
+def _of_loop(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Label:
+    """Returns the label of what a loop computes.
+
+    It is known if all replicas make the same number of passes, and if a pass computes each row from
+    the same row. A loop that reads variables cannot be built again from other values, since the
+    gradient by its variables would be lost.
+    """
+    op = output.op
+    unknown = local(f"the operation {op.name!r} ({op.type})")
+    body, condition = (getattr(op, name, None) for name in ("_body_graph", "_cond_graph"))
+    if body is None or condition is None or len(body.outputs) != len(inputs):
+        return unknown
+    labels = [
+        label if label.kind in (Kind.ALIKE, Kind.ROWS) or label.entries else unknown
+        for label in inputs
+    ]
+    # A pass may pass on what another value was before, so the labels change until they are stable.
+    before: list[Label] = []
+    while labels != before:
+        before = labels
+        after = _of_function(marks, body, labels, range(len(body.outputs)))
+        labels = [
+            row_sequences.joined(label, new, tensor.dtype) or unknown
+            for label, new, tensor in zip(labels, after, body.outputs, strict=True)
+        ]
+    label: Label = labels[output.value_index]
+    [again] = _of_function(marks, condition, labels, [0])
+    if again.kind is not Kind.ALIKE:
+        return unknown
+    if label.entries:
+        kind = Kind.LOCAL if op.type == "While" else Kind.GLOBAL
+        return Label(kind, reason=unknown.reason, entries=label.entries)
+    return label
+
+
+def _of_function(
+    marks: _Marks, graph: tf.Graph, inputs: Sequence[Label], indices: Iterable[int]
+) -> list[Label]:
+    """Returns labels of outputs of a branch or a part of a loop, from the labels of its inputs."""
     _graphs[graph] = _marks_of_branch(graph, marks)
     for tensor, label in zip(graph.inputs, inputs, strict=False):
         mark(tensor, label)
     try:
-        return label_of(graph.outputs[index])
+        return [label_of(graph.outputs[index]) for index in indices]
     finally:
         del _graphs[graph]
 

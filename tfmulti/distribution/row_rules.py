@@ -46,12 +46,14 @@ class Label:
             if that is not known.
         by_count: for MIXED, whether the tensor depends on other rows by their number alone.
         reason: for LOCAL, what is not known.
+        entries: for a sequence (`row_sequences`), the parts that each of its entries has.
     """
 
     kind: Kind
     parts: Parts = ()
     by_count: bool = False
     reason: str = ""
+    entries: Parts = ()
 
     @property
     def has_rows(self) -> bool:
