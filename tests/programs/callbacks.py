@@ -11,10 +11,12 @@ import keras
 import numpy as np
 from keras import layers
 
-from tests.programs.common import SPARSE, classifier, features, fit, labels, sgd
+from tests.programs.common import BATCH, SPARSE, classifier, features, fit, labels, sgd
 from tests.programs.registry import Made, program
 
 X, Y = features(4), labels()
+# The number of batches of an epoch.
+BATCHES = -(-len(X) // BATCH)
 
 
 def _with(*callbacks: Any, epochs: int = 4, **more: Any) -> Made:
@@ -119,6 +121,25 @@ def predictions_in_a_callback() -> Made:
     made = _with(watcher, epochs=2)
     made.after = lambda model: {"seen": np.array(watcher.seen)}
     return made
+
+
+class Evaluating(keras.callbacks.Callback):
+    """Evaluates during an epoch. The results overwrite those of the training."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        number = int(self.model.optimizer.iterations.numpy())
+        if number == 1:
+            self.model.evaluate(X[:9], Y[:9], verbose=0)
+        if number % (2 * BATCHES) == 0:
+            self.model.test_on_batch(X[:5], Y[:5])
+        elif number % BATCHES == 0:
+            self.model.evaluate(X[:9], Y[:9], batch_size=7, verbose=0)
+
+
+@program("Stack Overflow: an evaluation after every batch")
+def evaluations_during_an_epoch() -> Made:
+    """An evaluate and a test_on_batch after the first and the last batch of an epoch."""
+    return _with(Evaluating())
 
 
 class Averaging(keras.callbacks.Callback):

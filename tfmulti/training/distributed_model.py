@@ -648,6 +648,8 @@ def _on_batch(
     model.reset_metrics()
     votes = loops.votes_of(model, stop=False)
     result = loops.run(model, execute, batch, 1, votes)
+    if execute is model.test_function:
+        state_of(model).evaluated = result.epoch_logs
     return _results(model, loops.as_floats(result.logs), return_dict)
 
 

@@ -257,7 +257,12 @@ def _epoch(
         if state.compares:
             state.wants_comparison = False
             clock.stop(state, training.feed)
+        state.evaluated = None
         training.callbacks.on_train_batch_end(last, result.logs)
+        if state.evaluated is not None and state.evaluated.keys() == progress.logs.keys():
+            # Keras logs the results of the metrics at the end of the epoch, and they are now those
+            # of an evaluation in a callback.
+            progress.logs = state.evaluated
         stops = _stops(model, votes_of(model, stop=bool(model.stop_training)), result.votes)
         if manager is not None and result.votes.checkpoint:
             progress.logs = as_floats(progress.logs)
@@ -305,7 +310,7 @@ def evaluate(
         if stops:
             break
     feed.end_pass(complete=batches == feed.data.steps and not stops)
-    logs = as_floats(logs)
+    state_of(model).evaluated = logs = as_floats(logs)
     callbacks.on_test_end(logs)
     return logs
 
