@@ -79,6 +79,22 @@ def test_numbers_of_any_object_are_restored() -> None:
     assert config.steps == 0
 
 
+class Counted:
+    steps = 0
+
+
+def test_a_number_that_the_class_gives_is_restored() -> None:
+    class More(Counted):
+        """Inherits its number."""
+
+    counted = More()
+    before = python_attributes.read([counted])
+    counted.steps += 1
+    assert python_attributes.first_change(before) == "More.steps"
+    python_attributes.restore(before)
+    assert counted.steps == 0
+
+
 def test_what_a_build_sets_stays() -> None:
     layer = Scaled()
     with python_attributes.kept([layer]):

@@ -15,6 +15,8 @@ from typing import Any
 
 import keras
 
+# The numbers that the classes of these packages have are not the user's.
+_LIBRARIES = ("keras.", "tensorflow.", "tfmulti.", "builtins")
 # Objects, each with its attributes that are numbers, texts or Booleans. Booleans are not restored,
 # but show which object has initialized itself.
 Attributes = Sequence[tuple[Any, dict[str, Any]]]
@@ -25,12 +27,19 @@ def read(objects: Iterable[Any]) -> Attributes:
 
     An object whose own `build` has not run is left out, because `build` may set its numbers.
     """
+    return [(owner, _numbers_of(owner)) for owner in objects if not _is_to_be_built(owner)]
+
+
+def _numbers_of(owner: Any) -> dict[str, Any]:
+    """Returns the numbers and texts of an object, and those that its own classes give it."""
+    own = [cls for cls in type(owner).__mro__[::-1] if not cls.__module__.startswith(_LIBRARIES)]
+    values = {name: v for part in (*own, owner) for name, v in vars(part).items()}
     kinds = (int, float, str)
-    return [
-        (owner, {name: v for name, v in vars(owner).items() if isinstance(v, kinds)})
-        for owner in objects
-        if not _is_to_be_built(owner)
-    ]
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, kinds) and not name.startswith("__")
+    }
 
 
 def _is_to_be_built(owner: Any) -> bool:

@@ -624,6 +624,32 @@ def predictions_counted_in_python() -> Any:
     return sum(words in str(w.message) for w in caught)
 
 
+class Scaled(keras.layers.Layer):
+    scale = 1.0
+
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def a_number_changed_between_predictions() -> Any:
+    """Returns the warnings of three predictions. The second and the third find a new number.
+
+    Only the third one needs a new trace, for data whose last batch is a whole one.
+    """
+    with here.strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), Scaled()])
+        model.compile("sgd", "mse")
+    prepare(model)
+    found = []
+    for rows, scale in ((20, 1.0), (20, 2.0), (24, 2.0)):
+        model.layers[-1].scale = scale
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.predict(X[:rows], batch_size=12, verbose=0)
+        found.append([str(w.message) for w in caught if "Scaled.scale" in str(w.message)])
+    return found
+
+
 def warnings_of_eager_code(case: str) -> Any:
     """Returns the warnings of eager steps with a layer of the user's `own`, or of Keras alone."""
     keras.utils.set_random_seed(1)

@@ -182,6 +182,13 @@ def test_numbers_that_predictions_change_are_told(results: list[Any]) -> None:
     assert results == [1, 0][: len(results)]
 
 
+@behaviour(verification.a_number_changed_between_predictions, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_number_that_a_later_trace_finds_changed_is_told(results: list[Any]) -> None:
+    [(of_first, of_second, of_third)] = results
+    assert (of_first, of_second, len(of_third)) == ([], [], 1)
+    assert "Scaled.scale has changed since the predict_step was first traced" in of_third[0]
+
+
 @pytest.mark.parametrize("case", ["own", "of Keras"])
 @behaviour(verification.warnings_of_eager_code, at=[ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS])
 def test_eager_code_of_the_user_is_told_once_for_each_step(

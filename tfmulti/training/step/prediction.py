@@ -17,6 +17,7 @@ from tfmulti.distribution import (
     replica_context,
     row_labels,
 )
+from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import placement_of, run_on_replicas
 from tfmulti.keras_patches import installation
@@ -76,6 +77,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         return own_step(data)
 
     step = xla_compiled(model, outputs_of, "predict_step")
+    traces: list[Attributes] = []
 
     def predict(source: Any) -> Predicted:
         report_trace()
@@ -122,7 +124,8 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
             model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
         )
         if not model.run_eagerly:
-            warn_of_change(model, "predict_step", attributes)
+            traces.append(attributes)
+            warn_of_change(model, "predict_step", traces)
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)

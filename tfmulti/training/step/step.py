@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -192,6 +192,7 @@ def make_step(
             return logs.taken(found, replica_slice)
 
     compiled = xla.xla_compiled(model, results_of, name)
+    traces: list[Attributes] = []
 
     def compute(data: Any, replica_slice: ReplicaSlice) -> Any:
         # Where the number of rows is known when the step is traced, every replica has rows. Where
@@ -248,7 +249,8 @@ def make_step(
                 model, name, lambda: run_on_replicas(strategy, with_same_draws)
             )
         if logs is not None and not model.run_eagerly:
-            warn_of_change(model, name, attributes)
+            traces.append(attributes)
+            warn_of_change(model, name, traces)
         share_generator(seeds)
         return results
 
@@ -289,17 +291,33 @@ def _note_python_functions(replica_slice: ReplicaSlice) -> None:
             return
 
 
-def warn_of_change(model: keras.Model, step: str, attributes: Attributes) -> None:
-    """Warns on the chief if a compiled step has changed a number or text while it was traced."""
-    changed = python_attributes.first_change(attributes)
-    if changed is None or not placement_of(model.distribute_strategy).is_chief:
+def warn_of_change(model: keras.Model, step: str, traces: Sequence[Attributes]) -> None:
+    """Warns on the chief of numbers and texts in Python that a trace of a compiled step keeps.
+
+    Args:
+        model: the prepared model.
+        step: such as `train_step`.
+        traces: the numbers and texts before each trace of the step. The last one has just ended.
+    """
+    if not placement_of(model.distribute_strategy).is_chief:
         return
-    warnings.warn(
-        f"the {step} changes {changed} in Python. A compiled step does so only while it is traced, "
-        "and tfmulti traces at other times than plain Keras. Count in a variable "
-        "(self.add_weight).",
-        stacklevel=2,
-    )
+    changed = python_attributes.first_change(traces[-1])
+    if changed is not None:
+        warnings.warn(
+            f"the {step} changes {changed} in Python. A compiled step does so only while it is "
+            "traced, and tfmulti traces at other times than plain Keras. Count in a variable "
+            "(self.add_weight).",
+            stacklevel=2,
+        )
+        return
+    changed = python_attributes.first_change(traces[0])
+    if changed is not None:
+        warnings.warn(
+            f"{changed} has changed since the {step} was first traced. The step is traced again "
+            "for this data, and takes the new value. Plain Keras may keep the old one. Keep the "
+            "value in a variable (self.add_weight), or compile again after a change.",
+            stacklevel=2,
+        )
 
 
 def warn_of_unknown(model: keras.Model, step: str) -> None:
