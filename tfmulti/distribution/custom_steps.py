@@ -21,7 +21,7 @@ from tfmulti.distribution.global_values import are_known, note_unknown, of_one_d
 from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import mark_global, reduce_gradients
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
-from tfmulti.distribution.row_labels import label_of, mark_call
+from tfmulti.distribution.row_labels import ALIKE, label_of, mark, mark_call
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 
@@ -77,6 +77,8 @@ def clip_by_global_norm(
     """
     gradients = _global(replica_slice, t_list)
     clipped, norm = original(gradients, clip_norm, *args, **kwargs)
+    for value in (norm, *clipped):
+        mark(value, ALIKE)
     return [mark_global(gradient) for gradient in clipped], norm
 
 
@@ -103,7 +105,9 @@ def global_norm(
     Raises:
         ModelError: the step takes several passes (microbatches).
     """
-    return original(_global(replica_slice, t_list), *args, **kwargs)
+    norm = original(_global(replica_slice, t_list), *args, **kwargs)
+    mark(norm, ALIKE)
+    return norm
 
 
 def _global(replica_slice: ReplicaSlice, gradients: Any) -> list[Any]:

@@ -37,6 +37,8 @@ from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import (
     gather_rows_with_gradient,
     global_gradient,
+    is_known_gradient,
+    mark_of_tape,
     sum_with_gradient,
 )
 from tfmulti.distribution.replica_slice import ReplicaSlice
@@ -82,7 +84,7 @@ def averaged(replica_slice: ReplicaSlice, value: Any) -> Any:
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    if not are_known(replica_slice) or not isinstance(value, tf.Tensor):
+    if not are_known(replica_slice) or not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
         return value
     kind = label_of(value).kind
     note_unknown(replica_slice, value)
@@ -180,7 +182,7 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
     The first step is then compared with one device, or each replica computes the whole batch.
     """
     label = label_of(value)
-    if label.kind is Kind.LOCAL:
+    if label.kind is Kind.LOCAL and not is_known_gradient(value):
         replica_slice.note_unknown(label.reason)
 
 
@@ -222,6 +224,8 @@ def gradient(
     kinds = {label_of(t).kind for t in targets}
     for value in targets:
         note_unknown(replica_slice, value)
+        for name in row_labels.custom_gradients_behind(value):
+            replica_slice.note_unknown(f"the custom gradient {name!r}")
     by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
     # The gradient of a row by the same row is that of one device.
     if kinds <= {Kind.ROWS} and by_rows:
@@ -294,6 +298,8 @@ def _by_source(replica_slice: ReplicaSlice, sources: Any, gradients: Any) -> Any
     results = []
     for source, value in zip(flat_sources, flat_gradients, strict=True):
         if not isinstance(value, tf.Tensor):
+            if isinstance(value, tf.IndexedSlices):
+                mark_of_tape(value)
             results.append(value)
             continue
         label = label_of(source) if isinstance(source, tf.Tensor) else row_labels.ALIKE

@@ -119,6 +119,21 @@ def is_global(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices) and gradient in _global_lookups
 
 
+# The gradients of lookups as a tape has given them.
+_lookups_of_tape: weakref.WeakSet[tf.IndexedSlices] = weakref.WeakSet()
+
+
+def mark_of_tape(gradient: tf.IndexedSlices) -> None:
+    """Makes `is_known_gradient` true for a gradient of lookups that a tape has given."""
+    _lookups_of_tape.add(gradient)
+
+
+def is_known_gradient(gradient: Any) -> bool:
+    """Returns whether a gradient of lookups is that of a tape, or that of the global batch."""
+    is_of_tape = isinstance(gradient, tf.IndexedSlices) and gradient in _lookups_of_tape
+    return is_of_tape or is_global(gradient)
+
+
 def _sum_by_lookups(
     gradients: Sequence[Any],
     send_dtype: tf.DType | None,

@@ -196,11 +196,6 @@ def is_of_loop(reason: str) -> bool:
     return reason.endswith("(While)")
 
 
-def is_of_python(reason: str) -> bool:
-    """Returns whether a reason is a Python function that runs in the step."""
-    return reason.endswith(tuple(f"({name})" for name in PYTHON_FUNCTIONS))
-
-
 def are_kept() -> bool:
     """Returns whether the graph that is built now has labels."""
     return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() in _graphs

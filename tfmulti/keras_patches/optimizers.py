@@ -213,12 +213,7 @@ def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:
     replica_slice = partial()
     if replica_slice is None or not global_values.are_known(replica_slice):
         return list(gradients)
-    return [
-        global_values.averaged(replica_slice, gradient)
-        if isinstance(gradient, tf.Tensor)
-        else gradient
-        for gradient in gradients
-    ]
+    return [global_values.averaged(replica_slice, gradient) for gradient in gradients]
 
 
 def _compute_before_waits(gradients: Gradients) -> None:

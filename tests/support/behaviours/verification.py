@@ -529,6 +529,95 @@ def warnings_of_an_evaluation(layer: str) -> list[str]:
     return [str(w.message) for w in caught if "it is not known" in str(w.message)]
 
 
+class Cell(keras.layers.Layer):
+    """A recurrent cell of the user's own."""
+
+    state_size = 3
+
+    def build(self, shape: Any) -> None:
+        self.dense = keras.layers.Dense(3)
+        self.dense.build((None, shape[-1] + 3))
+
+    def call(self, x: Any, states: Any) -> Any:
+        out = tf.nn.silu(self.dense(keras.ops.concatenate([x, states[0]], -1)))
+        return out, [out]
+
+
+class Solved(keras.layers.Layer):
+    """A layer that repeats a step until all rows are solved. At first each row is."""
+
+    def build(self, shape: Any) -> None:
+        self.weight = self.add_weight(shape=(shape[-1], shape[-1]), initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        def change(old: Any, moved: Any) -> Any:
+            new = keras.ops.tanh(old @ tf.convert_to_tensor(self.weight) + x)
+            return new, tf.reduce_max(tf.abs(new - old))
+
+        return tf.while_loop(lambda _, moved: moved > 1e-2, change, (tf.zeros_like(x), 1.0))[0]
+
+
+class Lookups(keras.Model):
+    """A model whose step clips the gradients of lookups, or multiplies them "by hand"."""
+
+    by_hand = False
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        weights = self.trainable_variables
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, weights), 1.0)
+        if self.by_hand:
+            lookups = gradients[0]
+            gradients[0] = tf.IndexedSlices(lookups.values * 1.0, lookups.indices)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "loop until all rows are solved": Solved,
+    "custom gradient": lambda: keras.layers.Lambda(_passed_on),
+    "custom gradient in a condition": lambda: keras.layers.Lambda(
+        lambda x: tf.cond(tf.constant(True), lambda: _passed_on(x), lambda: x)
+    ),
+    "recurrent cell": lambda: keras.Sequential(
+        [keras.layers.Reshape((2, 3)), keras.layers.RNN(Cell())]
+    ),
+    "scan": lambda: keras.layers.Lambda(_cumulated),
+    "lookups": lambda: keras.layers.Embedding(9, 3),
+    "lookups by hand": lambda: keras.layers.Embedding(9, 3),
+}
+
+
+def _cumulated(x: Any) -> Any:
+    steps = keras.ops.transpose(keras.ops.reshape(x, (-1, 2, 3)), (1, 0, 2))
+    return keras.ops.scan(
+        lambda sum, step: (sum + step, sum), keras.ops.zeros_like(steps[0]), steps
+    )[0]
+
+
+def warnings_of_a_layer(case: str) -> Any:
+    """Returns the warnings of `fit` and `evaluate` with a layer of the user's own."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        looks_up = case.startswith("lookups")
+        inputs = keras.Input((6,), dtype="int32" if looks_up else "float32")
+        hidden = LAYERS[case]()(inputs)
+        outputs = keras.layers.Dense(1)(keras.layers.Flatten()(hidden))
+        model = (Lookups if looks_up else keras.Model)(inputs, outputs)
+        model.by_hand = case.endswith("by hand")
+        model.compile("sgd", "mse")
+    prepare(model)
+    x = np.abs(X[:18]).astype("int32") if looks_up else X[:18]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, **{**ONE_STEP, "x": x, "y": Y[:18, None].astype("float32")})
+        model.evaluate(x, Y[:18, None].astype("float32"), batch_size=18, verbose=0)
+    told = [str(w.message) for w in caught if "it is not known" in str(w.message)]
+    return [told, state_of(model).verification.verdict]
+
+
 class TwoAdams(keras.Sequential):
     """A model whose step has an optimizer of its own, which is not built before the first step."""
 

@@ -108,17 +108,16 @@ def test_verification_finds_what_a_missing_patch_changes(results: list[Any], cas
         assert WITHOUT_PATCH[case] in without_patch
 
 
-# The words of the warning, for a step with a value that is not understood. A comparison settles the
-# values of a train_step, but not what a Python function does later. A condition is understood if
-# both branches give means.
+# The words of the warning, for a step with a value that is not understood. A condition is
+# understood if both branches give means.
 WARNINGS = {
-    "train_step": [],
-    "train_step:not compared": ["values of the train_step", "the custom gradient of"],
+    "train_step": ["the custom gradient 'IdentityN'", "has compared the first steps only"],
+    "train_step:not compared": ["the custom gradient 'IdentityN'", "Compare the first step"],
     "train_step:condition": [],
-    "train_step:python": ["the Python function 'PyFunc'", "only the calls in the first steps"],
-    "test_step": ["the whole batch in the test_step", "the custom gradient of"],
+    "train_step:python": ["the Python function 'PyFunc'", "the first steps only"],
+    "test_step": ["the whole batch in the test_step", "the custom gradient 'IdentityN'"],
     "test_step:python": ["the whole batch in the test_step", "the Python function 'PyFunc'"],
-    "predict_step": ["the whole batch in the predict_step", "the custom gradient of"],
+    "predict_step": ["the whole batch in the predict_step", "the custom gradient 'IdentityN'"],
 }
 
 
@@ -135,7 +134,34 @@ def test_values_that_are_not_understood_are_told_once(results: list[Any], case: 
 def test_a_comparison_does_not_settle_data_of_another_structure(results: list[Any]) -> None:
     [(of_first, of_second, verdict)] = results
     assert (of_first, len(of_second), verdict) == ([], 1, "same")
-    assert "the custom gradient of" in of_second[0]
+    assert "the custom gradient 'IdentityN'" in of_second[0]
+
+
+# The words of the warning of a training, after a comparison that found no difference.
+OF_LAYERS = {
+    "loop until all rows are solved": "the operation 'functional_1/solved_1/while' (While)",
+    "custom gradient": "the custom gradient 'functional_1/lambda_1/IdentityN'",
+    "custom gradient in a condition": "the custom gradient",
+    "recurrent cell": None,
+    "scan": None,
+    "lookups": None,
+    "lookups by hand": "a gradient of lookups (tf.IndexedSlices) that the step has made",
+}
+
+
+@behaviour(verification.warnings_of_a_layer, at=[TWO_REPLICAS])
+@pytest.mark.parametrize("case", OF_LAYERS)
+def test_a_comparison_of_the_first_step_does_not_settle_a_layer_of_the_users_own(
+    results: list[Any], case: str
+) -> None:
+    """Its code may have no effect there, such as a gate that opens later."""
+    [(told, verdict)] = results
+    assert verdict == "same"
+    of_training = [message for message in told if "values of the train_step" in message]
+    assert len(of_training) == bool(OF_LAYERS[case])
+    assert all(OF_LAYERS[case] in message for message in of_training)
+    in_evaluation = [message for message in told if "the whole batch in the test_step" in message]
+    assert bool(in_evaluation) == (case == "loop until all rows are solved")
 
 
 @behaviour(verification.warnings_of_an_evaluation, at=[TWO_REPLICAS])

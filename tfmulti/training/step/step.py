@@ -140,6 +140,9 @@ def slice_in_step(
                 "variables. Its predicate or a branch depends on the rows of all replicas. Compute "
                 "both values outside of tf.cond, and choose one by tf.where."
             )
+        note(reason)
+
+    def note(reason: str) -> None:
         state.traced.unknown.setdefault(name, {}).setdefault(reason)
 
     replica_slice = batch.slice_of(
@@ -147,6 +150,9 @@ def slice_in_step(
         alone=placement_of(model.distribute_strategy).replicas == 1,
         sync_batch_norm=state.options.sync_batch_norm,
     )
+    if has_own_step(model, name) or layers.has_own_layers(model):
+        note_trusted = note if name == "train_step" else note_unknown
+        replica_slice = replica_slice._replace(note_trusted=note_trusted)
     return replica_slice._replace(
         seeds=seeds,
         note_unknown=note_unknown,
@@ -215,8 +221,6 @@ def make_step(
         replica_slice = slice_in_step(batch, local, model, seeds, name)._replace(
             model=model, states=states, attributes=attributes
         )
-        if not training and (has_own_step(model, "test_step") or layers.has_own_layers(model)):
-            replica_slice = replica_slice._replace(note_trusted=replica_slice.note_unknown)
         with collectives.serving("step", placement):
             if whole_batch.is_used(model, name):
                 results = whole_batch.computed(model, compiled, batch.data[local], replica_slice)
@@ -323,31 +327,23 @@ def warn_of_change(model: keras.Model, step: str, traces: Sequence[Attributes]) 
 def warn_of_unknown(model: keras.Model, step: str) -> None:
     """Warns on the chief if some values of a step may differ from those of one device.
 
-    There is no warning while the first steps are compared with one device. If a `train_step` had
-    its numbers there, loops and Python functions remain, because later steps may make other
-    iterations, and a Python function may do anything. So do values of a later trace, for data of
-    another structure. The warning names the first reason that was noted while the step was traced.
-    All noted reasons are then forgotten, so that they give one warning only.
+    There is no warning while the first steps are compared with one device. A comparison does not
+    settle a value for ever, because its code may have no effect in the first steps, or may do
+    something else in a later one. The warning names the first reason that was noted while the step
+    was traced, or the first one that was not compared. All noted reasons are then forgotten, so
+    that they give one warning only.
     """
     traced = state_of(model).traced
     if not traced.unknown.get(step) or traced.is_compared_now:
         return
     compared = traced.compared if step == "train_step" else set()
     unknown = traced.unknown.pop(step)
-    reasons = [
-        reason
-        for reason in unknown
-        if reason not in compared
-        or row_labels.is_of_loop(reason)
-        or row_labels.is_of_python(reason)
-    ]
-    if not reasons or not placement_of(model.distribute_strategy).is_chief:
+    if not placement_of(model.distribute_strategy).is_chief:
         return
-    reason = reasons[0]
+    reason = next((reason for reason in unknown if reason not in compared), next(iter(unknown)))
     advice = "Compare the first step with one device: prepare(model, verify=True)."
     if reason in compared:
-        part = "iterations that the loop made" if row_labels.is_of_loop(reason) else "calls"
-        advice = f"verify has compared only the {part} in the first steps."
+        advice = "verify has compared the first steps only, which have the same numbers."
     elif step != "train_step":
         advice = "Leave verify=False out, so that each replica computes the whole batch."
     warnings.warn(
