@@ -66,11 +66,6 @@ def _transposed(node: Node) -> Label | None:
     return _sequence(node, label.parts) if label.kind is Kind.ROWS else None
 
 
-def _new(node: Node) -> Label | None:
-    """Rule of a new list, whose length must be alike. The shape of its entries says nothing."""
-    return Label(Kind.ALIKE) if node.labels[1].kind is Kind.ALIKE else None
-
-
 def _entry(node: Node) -> Label | None:
     """Rule of an entry of a list, at an index that is alike."""
     return _of_entry(node, 1) if node.labels[0].entries else None
@@ -128,7 +123,6 @@ _RULES: dict[str, Callable[[Node], Label | None]] = {
     "StridedSlice": _sliced,
     "TensorListFromTensor": _same,
     "TensorListGetItem": _entry,
-    "TensorListReserve": _new,
     "TensorListSetItem": _with_entry,
     "TensorListStack": _same,
     "Transpose": _transposed,
