@@ -36,6 +36,7 @@ from tfmulti.keras_patches.model_structure import (
     is_along_rows,
     is_seed,
     layers_of,
+    operations_of,
     own_variables,
 )
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
@@ -166,7 +167,13 @@ def _is_layer_of_keras(layer: Any) -> bool:
 
 
 def has_own_layers(model: keras.Model) -> bool:
-    """Returns whether a model has layers, a `call` or activations of the user's own."""
+    """Returns whether a model has layers, a `call` or activations of the user's own.
+
+    An operation of a functional model counts, too. It may call a function of the user's own, as
+    `keras.ops.scan` does.
+    """
+    if operations_of(model):
+        return True
     for layer in layers_of(model):
         # Keras' models call their layers in order.
         only_holds = isinstance(layer, keras.Model) and is_of_keras(type(layer).call)

@@ -557,6 +557,20 @@ class Solved(keras.layers.Layer):
         return tf.while_loop(lambda _, moved: moved > 1e-2, change, (tf.zeros_like(x), 1.0))[0]
 
 
+class Repeated(keras.Operation):
+    """An operation that repeats a step until all rows are small. It reads a plain variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = tf.Variable(0.5, trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return tf.while_loop(lambda z: tf.reduce_max(z) > 1e3, lambda z: [z * self.rate], [x])[0]
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
 class Lookups(keras.Model):
     """A model whose step clips the gradients of lookups, or multiplies them "by hand"."""
 
@@ -577,6 +591,7 @@ class Lookups(keras.Model):
 
 LAYERS: dict[str, Callable[[], Any]] = {
     "loop until all rows are solved": Solved,
+    "loop of an operation": Repeated,
     "custom gradient": lambda: keras.layers.Lambda(_passed_on),
     "custom gradient in a condition": lambda: keras.layers.Lambda(
         lambda x: tf.cond(tf.constant(True), lambda: _passed_on(x), lambda: x)

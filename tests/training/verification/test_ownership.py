@@ -187,6 +187,7 @@ def test_an_operation_of_the_users_own_is_not_known() -> None:
         model = keras.Model(inputs, operation(inputs))
         model.compile("sgd", "mse")
         assert own_parts(model) == parts
+        assert has_own_layers(model)
 
 
 @pytest.mark.parametrize(
