@@ -121,6 +121,7 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "time steps, unstacked": lambda x: tf.unstack(_steps(x))[0],
     "time steps, stacked": lambda x: tf.transpose(tf.stack([x, x * 2.0]), [1, 0, 2]),
     "time steps, reversed": lambda x: tf.reverse(_steps(x), [0])[0],
+    "time steps, added": lambda x: tf.reduce_sum(_steps(x), 0),
     "states of a loop": lambda x: tf.transpose(_recurrent(x), [1, 0, 2]),
     "last state of a loop": lambda x: _recurrent(x)[-1],
     "loop that reads a variable": lambda x: _repeated(lambda i, z: [tf.tanh(z @ WEIGHT) + x], x)[0],
@@ -167,6 +168,8 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "crops at given numbers": lambda x: _cropped(x, tf.range(6)),
     "crops in another order": lambda x: _cropped(x, tf.range(tf.shape(x)[0] - 1, -1, -1)),
     "row of the time steps": lambda x: _steps(x)[:, 0],
+    "time steps added, with an axis for them": lambda x: tf.reduce_sum(_steps(x), 0, keepdims=True),
+    "time steps added over the rows": lambda x: tf.reduce_sum(_steps(x), 1),
     "time steps of reversed rows": lambda x: tf.reverse(_steps(x), [1])[0],
     "time step of a row's choice": lambda x: _steps(x)[tf.cast(tf.argmax(x[0]) % 2, tf.int32)],
     "item of a list by a row's choice": lambda x: (

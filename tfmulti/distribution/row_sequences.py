@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfmulti.distribution.row_rules import Kind, Label, Node, Parts
+from tfmulti.distribution.row_rules import Kind, Label, Node, Parts, reduced_axes
 
 
 def label_after(node: Node) -> Label | None:
@@ -86,6 +86,12 @@ def _same(node: Node) -> Label | None:
     return _sequence(node, entries) if entries else None
 
 
+def _reduced(node: Node) -> Label | None:
+    """Rule of a sum or another reduction over the entries."""
+    is_over_entries = reduced_axes(node) == {0} and not node.op.get_attr("keep_dims")
+    return _of_entry(node) if node.labels[0].entries and is_over_entries else None
+
+
 def _reversed(node: Node) -> Label | None:
     """Rule of a reversal of the entries."""
     axes = node.static(1)
@@ -117,6 +123,7 @@ def _unstacked(node: Node) -> Label | None:
 
 
 _RULES: dict[str, Callable[[Node], Label | None]] = {
+    **dict.fromkeys(("All", "Any", "Max", "Mean", "Min", "Prod", "Sum"), _reduced),
     "Identity": _same,
     "Pack": _stacked,
     "ReverseV2": _reversed,
