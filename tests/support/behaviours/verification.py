@@ -469,9 +469,10 @@ def warnings_of_values_that_are_not_understood(case: str) -> Any:
         inputs = keras.Input((6,))
         model = NotUnderstood(inputs, keras.layers.Dense(3)(inputs))
         model.at, model.has_condition = at, more == "condition"
-        model.has_python = more == "python"
+        model.has_python = more.startswith("python")
         model.compile("sgd")
-    prepare(model, verify=False if more == "not compared" else None)
+    passes = 2 if more == "python in passes" else 1
+    prepare(model, verify=False if more == "not compared" else None, microbatches=passes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(model, **ONE_STEP)

@@ -130,6 +130,13 @@ def test_values_that_are_not_understood_are_told_once(results: list[Any], case: 
     assert all(words in told[0] for words in WARNINGS[case])
 
 
+@behaviour(verification.warnings_of_values_that_are_not_understood, at=[ONE_DEVICE])
+@pytest.mark.parametrize("case", ["train_step:python", "train_step:python in passes"])
+def test_a_python_function_that_each_pass_calls_is_told(results: list[Any], case: str) -> None:
+    [(told, verdict)] = results
+    assert (len(told), verdict) == ((1, "same") if "passes" in case else (0, None))
+
+
 @behaviour(verification.warnings_of_another_structure, at=[TWO_REPLICAS])
 def test_a_comparison_does_not_settle_data_of_another_structure(results: list[Any]) -> None:
     [(of_first, of_second, verdict)] = results

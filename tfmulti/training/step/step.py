@@ -193,7 +193,7 @@ def make_step(
             return step(data)
         with logs.recorded():
             found = step(data)
-            if has_labels and not replica_slice.is_whole:
+            if not replica_slice.is_whole and not model.run_eagerly:
                 _note_python_functions(replica_slice)
             return logs.taken(found, replica_slice)
 
@@ -285,8 +285,8 @@ def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
 def _note_python_functions(replica_slice: ReplicaSlice) -> None:
     """Notes a Python function of the user's own in the step that is being traced.
 
-    Each replica calls it with its own rows. It may keep values of its own, such as a list of
-    labels, that no tensor depends on.
+    Each replica calls it with its own rows, and so does each pass of a step. It may keep values of
+    its own, such as a list of labels, that no tensor depends on.
     """
     for op in tf.compat.v1.get_default_graph().get_operations():
         is_own = not any(name in op.name for name in (collectives.SEND, collectives.RECEIVE))
