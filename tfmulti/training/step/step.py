@@ -343,7 +343,10 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
     reason = next((reason for reason in unknown if reason not in compared), next(iter(unknown)))
     advice = "Compare the first step with one device: prepare(model, verify=True)."
     if reason in compared:
-        advice = "verify has compared the first steps only, which have the same numbers."
+        advice = (
+            "verify has compared the first steps only, which have the same numbers. Compare more "
+            "of them: prepare(model, verify_steps=10)."
+        )
     elif step != "train_step":
         advice = "Leave verify=False out, so that each replica computes the whole batch."
     warnings.warn(
