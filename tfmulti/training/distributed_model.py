@@ -67,7 +67,7 @@ from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
-from tfmulti.training.step.xla import compile_errors_explained
+from tfmulti.training.step.xla import compile_errors_explained, print_draws
 from tfmulti.training.verification import verification
 from tfmulti.training.verification.ownership import own_layers, own_parts
 from tfmulti.training.watchdog import respect_owner, watching
@@ -378,6 +378,7 @@ class DistributedModel(keras.Model):
             self.stop_training = False
             if verbose not in (0, "0"):
                 same_data.print_order(self, feed, seeds)
+                print_draws(self)
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -167,6 +168,28 @@ def jit_compile_options() -> Any:
         _trained(classifier(prepared={"jit_compile": prepared}, jit_compile=compiled))["functions"]
         for prepared, compiled in ((None, True), (None, "auto"), (False, True))
     ]
+
+
+DRAWS = {
+    "dropout by XLA": (0.5, {"jit_compile": True}),
+    "dropout": (0.5, {"jit_compile": False}),
+    "dropout, eagerly": (0.5, {"run_eagerly": True}),
+    "no dropout by XLA": (0.0, {"jit_compile": True}),
+}
+
+
+def lines_about_draws(case: str) -> Any:
+    """Returns what two trainings print about random numbers."""
+    rate, options = DRAWS[case]
+    with here.strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(rate)])
+        model.compile("sgd", "mse", **options)
+    prepare(model, verify=False)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for _ in range(2):
+            model.fit(X, X, batch_size=24, verbose=2)
+    return [line for line in printed.getvalue().splitlines() if line.startswith("random")]
 
 
 def losses_without_reduction() -> Any:

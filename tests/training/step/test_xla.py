@@ -147,6 +147,17 @@ def test_the_jit_compile_of_prepare_wins_over_that_of_compile(
     assert all(worker == [2 if place == TWO_REPLICAS else 1, 0, 0] for worker in results)
 
 
+@behaviour(xla.lines_about_draws, at=few(ONE_DEVICE, TWO_WORKERS, of=EVERYWHERE))
+@pytest.mark.parametrize("case", xla.DRAWS)
+def test_fit_says_once_that_xla_draws_other_numbers_in_plain_keras(
+    results: list[Any], case: str
+) -> None:
+    chief, *others = results
+    assert others == [[]] * len(others)
+    assert len(chief) == (case == "dropout by XLA")
+    assert all("plain Keras with compile(jit_compile=False)" in line for line in chief)
+
+
 @behaviour(xla.warnings_of_steps_without_xla, at=few(TWO_REPLICAS, of=EVERYWHERE))
 def test_a_warning_says_why_xla_does_not_compile(results: list[Any]) -> None:
     reasons = ["a train_step of your own", "--microbatches", "a layer does not support it"]
