@@ -240,7 +240,8 @@ def test_every_rule_is_tried() -> None:
         # This includes the operations inside loops.
         used |= {node.op for node in nodes_of(compute.graph)}
     # One rule may serve several operations.
-    for rules_of in (row_rules._RULES, row_sequences._RULES):
+    of_sequences = row_sequences._OF_SEQUENCES | row_sequences._OF_OTHERS
+    for rules_of in (row_rules._RULES, of_sequences):
         tried = {rules_of[kind] for kind in used if kind in rules_of}
         left = {rule.__name__ for rule in {*rules_of.values()} - tried}
         assert left <= {"_each_of_its_input"}

@@ -17,7 +17,8 @@ from tfmulti.distribution.row_rules import Kind, Label, Node, Parts, reduced_axe
 
 def label_after(node: Node) -> Label | None:
     """Returns the label of an output that is a sequence or a part of one; None for any other."""
-    rule = _RULES.get(node.op.type)
+    has_entries = bool(node.labels) and bool(node.labels[0].entries)
+    rule = (_OF_SEQUENCES if has_entries else _OF_OTHERS).get(node.op.type)
     return None if rule is None else rule(node)
 
 
@@ -57,18 +58,18 @@ def _of_entry(node: Node, *others: int) -> Label | None:
 
 
 def _transposed(node: Node) -> Label | None:
-    """Rule of a transposition that swaps the first two axes."""
+    """Rule of a transposition that swaps the first two axes, of a sequence or of rows."""
     order, label = node.static(1), node.labels[0]
     if order is None or list(order[:2]) != [1, 0]:
         return None
-    if label.entries:
-        return Label(Kind.ROWS, label.entries)
-    return _sequence(node, label.parts) if label.kind is Kind.ROWS else None
+    if label.kind is Kind.ROWS:
+        return _sequence(node, label.parts)
+    return _of_entry(node) if label.entries else None
 
 
 def _entry(node: Node) -> Label | None:
     """Rule of an entry of a list, at an index that is alike."""
-    return _of_entry(node, 1) if node.labels[0].entries else None
+    return _of_entry(node, 1)
 
 
 def _with_entry(node: Node) -> Label | None:
@@ -81,15 +82,14 @@ def _with_entry(node: Node) -> Label | None:
 
 
 def _same(node: Node) -> Label | None:
-    """Rule of operations that keep all entries, such as those that make a tensor of a list."""
-    entries = node.labels[0].entries
-    return _sequence(node, entries) if entries else None
+    """Rule of an operation whose output has the same entries, such as a tensor made of a list."""
+    return _sequence(node, node.labels[0].entries)
 
 
 def _reduced(node: Node) -> Label | None:
     """Rule of a sum or another reduction over the entries."""
     is_over_entries = reduced_axes(node) == {0} and not node.op.get_attr("keep_dims")
-    return _of_entry(node) if node.labels[0].entries and is_over_entries else None
+    return _of_entry(node) if is_over_entries else None
 
 
 def _reversed(node: Node) -> Label | None:
@@ -105,7 +105,7 @@ def _sliced(node: Node) -> Label | None:
     count = op.inputs[1].shape[0]
     if masks != {"shrink_axis": 1, "new_axis": 0, "ellipsis": 0} or count != 1:
         return None
-    return _of_entry(node, 1) if node.labels[0].entries else None
+    return _of_entry(node, 1)
 
 
 def _stacked(node: Node) -> Label | None:
@@ -119,13 +119,14 @@ def _stacked(node: Node) -> Label | None:
 
 def _unstacked(node: Node) -> Label | None:
     """Rule of the tensors along the first axis."""
-    return _of_entry(node) if node.labels[0].entries and not node.op.get_attr("axis") else None
+    return None if node.op.get_attr("axis") else _of_entry(node)
 
 
-_RULES: dict[str, Callable[[Node], Label | None]] = {
+_Rules = dict[str, Callable[[Node], Label | None]]
+# The rules of operations whose first input is a sequence.
+_OF_SEQUENCES: _Rules = {
     **dict.fromkeys(("All", "Any", "Max", "Mean", "Min", "Prod", "Sum"), _reduced),
     "Identity": _same,
-    "Pack": _stacked,
     "ReverseV2": _reversed,
     "StridedSlice": _sliced,
     "TensorListFromTensor": _same,
@@ -134,4 +135,10 @@ _RULES: dict[str, Callable[[Node], Label | None]] = {
     "TensorListStack": _same,
     "Transpose": _transposed,
     "Unpack": _unstacked,
+}
+# The rules of other operations that make a sequence.
+_OF_OTHERS: _Rules = {
+    "Pack": _stacked,
+    "TensorListSetItem": _with_entry,
+    "Transpose": _transposed,
 }
