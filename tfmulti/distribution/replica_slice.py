@@ -38,8 +38,7 @@ class ReplicaSlice(NamedTuple):
         note_gather: is called during tracing if the step gathers the rows of all replicas.
         note_unknown: is called with a reason during tracing if the step uses a value, and it is not
             known how that value depends on the rows.
-        note_trusted: the same for a value that a loss or metric of Keras takes for rows. Training
-            steps do not need it, because `verify` compares them.
+        note_trusted: the same for a value that a loss or metric of Keras takes for rows.
         model: the model whose step is traced.
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.

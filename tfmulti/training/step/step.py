@@ -145,17 +145,19 @@ def slice_in_step(
     def note(reason: str) -> None:
         state.traced.unknown.setdefault(name, {}).setdefault(reason)
 
+    def note_trusted(reason: str) -> None:
+        if has_own_step(model, name) or layers.has_own_layers(model):
+            (note if name == "train_step" else note_unknown)(reason)
+
     replica_slice = batch.slice_of(
         local,
         alone=placement_of(model.distribute_strategy).replicas == 1,
         sync_batch_norm=state.options.sync_batch_norm,
     )
-    if has_own_step(model, name) or layers.has_own_layers(model):
-        note_trusted = note if name == "train_step" else note_unknown
-        replica_slice = replica_slice._replace(note_trusted=note_trusted)
     return replica_slice._replace(
         seeds=seeds,
         note_unknown=note_unknown,
+        note_trusted=note_trusted,
         note_gather=lambda: state.traced.gathers.add(name),
     )
 
