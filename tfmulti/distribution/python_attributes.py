@@ -31,7 +31,7 @@ def read(objects: Iterable[Any]) -> Attributes:
 
 
 def _numbers_of(owner: Any) -> dict[str, Any]:
-    """Returns the numbers and texts of an object, and those that its own classes give it."""
+    """Returns the numbers and texts that an object has by itself or by the user's classes."""
     own = [cls for cls in type(owner).__mro__[::-1] if not cls.__module__.startswith(_LIBRARIES)]
     values = {name: v for part in (*own, owner) for name, v in vars(part).items()}
     kinds = (int, float, str)

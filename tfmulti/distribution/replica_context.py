@@ -130,8 +130,8 @@ def mark_of_tape(gradient: tf.IndexedSlices) -> None:
 
 def is_known_gradient(gradient: Any) -> bool:
     """Returns whether a gradient of lookups is that of a tape, or that of the global batch."""
-    is_of_tape = isinstance(gradient, tf.IndexedSlices) and gradient in _lookups_of_tape
-    return is_of_tape or is_global(gradient)
+    is_of_lookups = isinstance(gradient, tf.IndexedSlices)
+    return is_of_lookups and (gradient in _lookups_of_tape or gradient in _global_lookups)
 
 
 def _sum_by_lookups(
