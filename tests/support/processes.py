@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from tfmulti.cluster.environments import ENVIRONMENTS
 from tfmulti.launch.addresses import reserved
 
@@ -247,18 +249,24 @@ run, run_workers = Processes.run, Processes.run_workers
 
 @contextlib.contextmanager
 def slowed(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Lets a process run for a seventh of the time only, as on a slow or busy machine.
+    """Lets a process run for a fifteenth of the time only, as on a slow or busy machine.
 
-    On a loaded machine it runs for longer than two milliseconds at a time, and then waits longer.
+    Other tests may leave a process that is not slowed a fifth of a core, so a small slowdown would
+    not be seen. The process first has as much processor time as loading TensorFlow takes. If it
+    runs for more than two milliseconds at a time, since the machine is busy, it then waits longer.
     """
     end = threading.Event()
 
     def slow_down() -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -20)
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            while not end.wait(0.1) and sum(psutil.Process(process.pid).cpu_times()[:2]) < 5:
+                pass
             ran_s = 0.002
             while not end.is_set() and process.poll() is None:
                 os.kill(process.pid, signal.SIGSTOP)
-                time.sleep(6 * ran_s)
+                time.sleep(14 * ran_s)
                 os.kill(process.pid, signal.SIGCONT)
                 began_s = time.perf_counter()
                 time.sleep(0.002)
