@@ -191,6 +191,34 @@ def another_optimizer_from_an_epoch_on() -> Made:
     return _with(Recompiling())
 
 
+class Annealed(keras.Model):
+    """Computes with two attributes that only a callback makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(8, "relu"), layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x) * self.weight) / self.temperature
+
+
+class Annealing(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.weight = keras.Variable(0.1, trainable=False)
+        self.model.temperature = 2.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.weight.assign(min(1.0, 0.3 * (epoch + 1)))
+
+
+@program("VAEs with an annealed weight of the divergence")
+def attributes_that_a_callback_makes() -> Made:
+    """A callback makes a number and a variable of the model when the training begins."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    annealing = fit(X, Y, epochs=3, callbacks=[Annealing()], validation_data=(X[::-1], Y))
+    return Made(Annealed(), {"optimizer": sgd(0.5), "loss": loss}, annealing)
+
+
 @program("Keras: global random generators")
 def generators_after_training() -> Made:
     """What Python's and NumPy's generators draw after training, and the next model's weights."""

@@ -373,7 +373,15 @@ class DistributedModel(keras.Model):
             # A checkpoint needs all slots before the first step. So does a comparison with one
             # device that is not traced before.
             needs_slots = checkpoint is not None or self.run_eagerly
-            model_checks.build(self, feed.data.specs, optimizers=needs_slots)
+            build = functools.partial(
+                model_checks.build, self, feed.data.specs, optimizers=needs_slots
+            )
+            try:
+                build()
+                is_built = True
+            except AttributeError:
+                # A callback may set the attribute in `on_train_begin`.
+                is_built = False
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):
@@ -391,6 +399,9 @@ class DistributedModel(keras.Model):
                 )
                 first_steps.compare_before(all_callbacks.callbacks)
             all_callbacks.on_train_begin()
+            if not is_built:
+                relocation.enter(self)
+                build()
             manager = None
             # The manager notes the callbacks' attributes as they are after `on_train_begin`. It
             # saves those that change later.

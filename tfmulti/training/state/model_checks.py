@@ -200,6 +200,8 @@ def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
         with model.distribute_strategy.scope():
             build_from_specs(model, specs, with_optimizer=not by_trace)
     except Exception as error:
+        if isinstance(_cause_of(error), AttributeError):
+            raise _cause_of(error) from None
         if "Mixing different tf.distribute.Strategy" in str(error):
             raise ModelError(
                 f"the optimizer was made outside the strategy's scope. {relocation.SCOPE_ADVICE}"
@@ -222,12 +224,12 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
     Args:
         model: the model.
         specs: `(x, y, sample_weight)` of the batch that it cannot compute.
-        error: what Keras has raised. For some errors it raises another one with its own advice.
+        error: what Keras has raised.
 
     Raises:
         ModelError: a shape, a type or a value of the batch has led to the error.
     """
-    cause = error.__context__ if type(error) is RuntimeError else error
+    cause = _cause_of(error)
     if isinstance(cause, TfmultiError) or not isinstance(
         cause, ValueError | TypeError | NotImplementedError | tf.errors.InvalidArgumentError
     ):
@@ -241,6 +243,11 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
         f"{type(model).__name__} cannot compute a batch of inputs {inputs}: "
         f"{reason or type(cause).__name__}{place}. Change the model or the data."
     ) from error
+
+
+def _cause_of(error: Exception) -> BaseException:
+    """Returns the error of a layer, for which Keras may raise another one with its own advice."""
+    return error.__context__ or error if type(error) is RuntimeError else error
 
 
 def _takes_batches_as_keras(model: keras.Model) -> bool:
