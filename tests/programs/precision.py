@@ -12,6 +12,8 @@ from tests.programs.common import SPARSE, adam, classifier, features, fit, label
 from tests.programs.registry import Made, program
 
 X, Y = features(4), labels()
+# TensorFlow's message for variables of short types on several workers.
+NOT_SENT = "is not in the list of allowed values"
 
 
 @program("Keras: set_floatx", tolerance=1e-12, floatx="float64")
@@ -45,6 +47,37 @@ def mixed_float16() -> Made:
     return _mixed("mixed_float16")
 
 
+@program(
+    "keras-io: Float8 training and inference with a simple Transformer model",
+    expects="takes its gradient as its value, as in float8 training",
+)
+def float8_training() -> Made:
+    """Dense layers quantized to float8, whose scales follow from the largest value of a batch."""
+    made = Made(classifier(), {"optimizer": adam(), "loss": SPARSE}, fit(X, Y))
+    made.model.quantize("float8")
+    return made
+
+
+class LowRank(keras.callbacks.Callback):
+    """Replaces the weights by whole numbers and trains low-rank updates of them."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model.quantize("int8")
+            for layer in self.model.layers:
+                if isinstance(layer, layers.Dense):
+                    layer.enable_lora(2)
+            self.model.compile(adam(), SPARSE)
+            self.model.make_train_function(force=True)
+
+
+@program("keras-io: Parameter-efficient fine-tuning of Gemma with LoRA and QLoRA", expects=NOT_SENT)
+def low_rank_updates_of_quantized_weights() -> Made:
+    """Layers that are quantized to int8 in training, and then trained by `enable_lora`."""
+    given = {"optimizer": adam(), "loss": SPARSE}
+    return Made(classifier(), given, fit(X, Y, epochs=3, callbacks=[LowRank()]))
+
+
 class Scaled(layers.Layer):
     """Multiplies by a weight that is one number, and counts its calls."""
 
@@ -72,8 +105,7 @@ class StepInBfloat16(keras.Model):
 
 @program(
     "Keras: set_dtype_policy",
-    # TensorFlow cannot give such weights to several workers.
-    expects="of bfloat16 is not in the list of allowed values",
+    expects=NOT_SENT,
     # Ten units in the last place of bfloat16.
     tolerance=8e-2,
 )

@@ -198,6 +198,7 @@ MISTAKES = [
     (numbers.microbatches_with_two_updates, "ModelError", "updates more than once a step"),
     (numbers.microbatches_with_a_scalar_loss, "ModelError", "which --microbatches splits"),
     (numbers.microbatches_with_spectral_normalization, "ModelError", "changes its weights in each"),
+    (numbers.microbatches_in_float8, "ModelError", "takes its gradient as its value"),
     (numbers.eager_step_with_a_loss_that_sums, "ModelError", "reduction='sum'"),
     (numbers.microbatches_with_custom_clipping, "ModelError", "knows only after the last pass"),
     (numbers.zero_microbatches, "ConfigError", "must be at least 1"),

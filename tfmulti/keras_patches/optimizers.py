@@ -9,6 +9,7 @@ the variables. Otherwise each replica computes the same update on its own copy. 
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_backend_apply_gradients`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
+| `_ReducesFirst` | `BaseOptimizer._trainable_variables` | none | an optimizer tells for which variables it is built |
 | `_updated` | `BaseOptimizer._get_variable_index`, `Adam._momentums`, `_velocities` | none | Keras' SGD updates by one kernel, and Keras' Adam computes only once what all variables share |
 | `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
 """  # noqa: E501
@@ -163,6 +164,7 @@ class _ReducesFirst(_UpdatesReplica):
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         """Reduces the gradients and applies them, unless the `take` function keeps them."""
         if tf.distribute.get_replica_context() is not None:
+            _refuse_overwritten(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
             grads = _gradients_of_global_batch(grads)
             if self._tfmulti_take(self, grads, trainable_variables):
                 return None
@@ -214,6 +216,25 @@ def _gradients_of_global_batch(gradients: Gradients) -> list[Any]:
     if replica_slice is None or not global_values.are_known(replica_slice):
         return list(gradients)
     return [global_values.averaged(replica_slice, gradient) for gradient in gradients]
+
+
+def _refuse_overwritten(variables: Sequence[Any]) -> None:
+    """Raises an error if the rows of a batch are divided and a gradient becomes a variable's value.
+
+    In float8 training the scales follow from the largest value of all rows, forward and backward.
+
+    Raises:
+        ModelError: a variable has `overwrite_with_gradient`.
+    """
+    if partial() is None:
+        return
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ModelError(
+                f"the variable {variable.path!r} takes its gradient as its value, as in float8 "
+                "training. The value follows from all rows of a batch. Train on one device without "
+                "microbatches, or without float8."
+            )
 
 
 def _compute_before_waits(gradients: Gradients) -> None:

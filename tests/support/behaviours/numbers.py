@@ -315,6 +315,13 @@ def microbatches_with_spectral_normalization() -> Any:
     return fit(classifier(layer, prepared={"microbatches": 2}))
 
 
+def microbatches_in_float8() -> Any:
+    model = classifier(prepared={"microbatches": 2})
+    model.quantize("float8")
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return fit(model)
+
+
 class SumsInItsLoss(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
