@@ -26,6 +26,8 @@ _CHIEF_ONLY = (
     keras.callbacks.TensorBoard,
     keras.callbacks.RemoteMonitor,
 )
+# On every worker these write the same files.
+_OF_ONE_PROCESS = (keras.callbacks.BackupAndRestore, keras.callbacks.OrbaxCheckpoint)
 # Packages whose callbacks do nothing but write. They are known by name, so none is imported here.
 _PACKAGES = frozenset(TRACKERS) - {TENSORBOARD}
 
@@ -41,18 +43,18 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
         placement: this process' place among the workers.
 
     Raises:
-        ModelError: there are several workers, and a callback is BackupAndRestore. It cannot be made
-            safe, because each worker writes the same files.
+        ModelError: there are several workers, and a callback is BackupAndRestore or
+            OrbaxCheckpoint. They cannot be made safe, because each worker writes the same files.
     """
     all_callbacks = callbacks_in(callbacks)
     if placement.workers == 1:
         return all_callbacks
     for callback in all_callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
+        if isinstance(callback, _OF_ONE_PROCESS):
             raise ModelError(
-                "BackupAndRestore does not work with several workers: each one writes the same "
-                "files. Use tfmulti.Checkpoint(folder) instead: the chief writes, and all workers "
-                "go on from it."
+                f"{type(callback).__name__} does not work with several workers: each one writes "
+                "the same files. Use tfmulti.Checkpoint(folder) instead: the chief writes, and all "
+                "workers go on from it."
             )
     if placement.is_chief:
         return all_callbacks

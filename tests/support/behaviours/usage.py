@@ -792,6 +792,12 @@ def backup_and_restore() -> Any:
     fit(classifier(), callbacks=[keras.callbacks.BackupAndRestore(here.shared / "backup")])
 
 
+def orbax_checkpoint() -> Any:
+    # To make one takes the package orbax-checkpoint.
+    callback = object.__new__(keras.callbacks.OrbaxCheckpoint)
+    fit(classifier(), callbacks=[callback])
+
+
 def evaluate_an_empty_dataset() -> Any:
     model = classifier()
     model.evaluate(tf.data.Dataset.from_tensor_slices((X, Y)).batch(24).take(0), verbose=0)
