@@ -312,7 +312,7 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
             os.kill(guards[0], signal.SIGKILL)
             wait_for(lambda: guards_of(launcher.pid) not in ([], guards), 15)
             guards = guards_of(launcher.pid)
-        assert is_alive(worker)
+        assert is_alive(worker), group.logs()
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in (*guards, launcher.pid):
                 os.kill(pid, number)
@@ -320,9 +320,10 @@ def test_nothing_outlives_launcher_and_guard_killed_at_once(
         try:
             wait_for(lambda: not is_alive(worker), 15)
             wait_for(lambda: not running(" ".join(inner)), 15)
-        finally:
+        except AssertionError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker, signal.SIGKILL)
+            raise
 
 
 def test_a_command_that_ends_leaves_no_process(tmp_path: Path) -> None:

@@ -221,9 +221,13 @@ class Processes:
         return self._read(number, "stderr")
 
     def end(self) -> None:
+        """Kills the processes, and what is left of the groups of those that have ended."""
         for process, _ in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # The system gives the number of a process that has ended to another one, unless a
+            # process is left in its group.
+            if process.poll() is None or not Path(f"/proc/{process.pid}").exists():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         for process, _ in self._started:
             process.wait()
 
