@@ -516,3 +516,25 @@ def recurrent_with_masks() -> Made:
         {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]},
         fit(x, np.roll(x, -1, 1)),
     )
+
+
+@program("Keras guide: Save, serialize, and export models", "Keras guide: Transfer learning")
+def copies_that_are_trained_on() -> Made:
+    """Copies of a trained model and of its optimizer, made from their configurations."""
+
+    def after(model: keras.Model) -> dict[str, Any]:
+        found = {}
+        copies = {
+            "clone": keras.models.clone_model(model),
+            "from_config": type(model).from_config(model.get_config()),
+        }
+        for name, copy in copies.items():
+            copy.set_weights(model.get_weights())
+            copy.compile(type(model.optimizer).from_config(model.optimizer.get_config()), SPARSE)
+            losses = copy.fit(**fit(features(4), labels()), verbose=0).history["loss"]
+            found |= {name: np.array(losses), f"{name}/predicted": copy.predict(features(4))}
+        return found
+
+    made = Made(classifier(), {"optimizer": adam(), "loss": SPARSE}, fit(features(4), labels()))
+    made.after = after
+    return made

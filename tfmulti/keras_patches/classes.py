@@ -1,4 +1,8 @@
-"""Derived classes that keep the name of the user's class, so that models are saved as before."""
+"""Derived classes that keep the name of the user's class, so that models are saved as before.
+
+Only objects that exist get such a class. What it makes itself, such as by `from_config`, is an object
+of the user's class.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,13 @@ def derived_class(original: type, bases: tuple[type, ...]) -> type:
     The same bases give the same class each time.
     """
     if bases not in _derived:
-        names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        _derived[bases] = type(original.__name__, bases, names | {"__doc__": original.__doc__})
+        names = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
+        }
+        _derived[bases] = type(original.__name__, bases, names)
         _original[_derived[bases]] = original
     return _derived[bases]
 
