@@ -57,10 +57,16 @@ def has_custom_gradient(op: tf.Operation) -> bool:
 
 def unknown_in(op: tf.Operation) -> Iterator[str]:
     """Yields the names of custom gradients that are not known: an operation, or those inside it."""
-    if has_custom_gradient(op):
-        outputs = {output.name for output in op.outputs}
-        if not any(outputs & names.get(op.graph, set()) for names in (_formulas, _own)):
-            yield op.name
+    for inner in operations_in(op):
+        outputs = {output.name for output in inner.outputs}
+        is_known = any(outputs & names.get(inner.graph, set()) for names in (_formulas, _own))
+        if has_custom_gradient(inner) and not is_known:
+            yield inner.name
+
+
+def operations_in(op: tf.Operation) -> Iterator[tf.Operation]:
+    """Yields an operation, and those inside it if it is a condition or a loop."""
+    yield op
     for graph in (getattr(op, name, None) for name in _CALLED):
         for inner in () if graph is None else graph.get_operations():
-            yield from unknown_in(inner)
+            yield from operations_in(inner)

@@ -1,7 +1,7 @@
 """Derived classes that keep the name of the user's class, so that models are saved as before.
 
-Only objects that exist get such a class. What it makes itself, such as by `from_config`, is an object
-of the user's class.
+Only objects that exist get such a class. What the class makes, such as by `from_config`, is an
+object of the user's class.
 """
 
 from __future__ import annotations

@@ -483,6 +483,51 @@ def warnings_of_values_that_are_not_understood(case: str) -> Any:
     return [told, verification and verification.verdict]
 
 
+class Writes(NotUnderstood):
+    """A model whose step named by `at` prints, or writes a file or a summary."""
+
+    how = ""
+
+    def _of(self, value: Any) -> Any:
+        def write() -> Any:
+            if self.how == "file":
+                return tf.io.write_file(str(here.shared / "value"), tf.strings.as_string(value))
+            if self.how == "summary":
+                with self.writer.as_default():
+                    return tf.summary.scalar("value", tf.reduce_mean(value), step=1)
+            return tf.print(value, output_stream=f"file://{here.shared / 'printed'}")
+
+        if self.how == "print in a condition":
+            tf.cond(tf.reduce_sum(value) > -1e9, write, tf.no_op)
+        else:
+            write()
+        return value
+
+
+def warnings_of_outputs(case: str) -> Any:
+    """Returns the warnings of a step that prints or writes, which is traced in two calls of `fit`.
+
+    The case names the step, and after a colon how it writes.
+    """
+    at, _, how = case.partition(":")
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = Writes(inputs, keras.layers.Dense(3)(inputs))
+        model.at, model.how = at, how
+        model.writer = tf.summary.create_file_writer(str(here.shared / "summary"))
+        model.compile("sgd")
+    prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            fit(model, **ONE_STEP)
+            model.evaluate(X[:18], Y[:18], batch_size=18, verbose=0)
+            model.predict(X[:18], batch_size=18, verbose=0)
+            model.compile("sgd")
+    return [str(w.message) for w in caught if "prints or writes" in str(w.message)]
+
+
 class OfWeightedRows(NotUnderstood):
     """A model whose step has a value that is not understood if the rows have weights."""
 

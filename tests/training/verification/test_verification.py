@@ -137,6 +137,28 @@ def test_a_python_function_that_each_pass_calls_is_told(results: list[Any], case
     assert (len(told), verdict) == ((1, "same") if "passes" in case else (0, None))
 
 
+# How a step writes, and the operation that the warning names.
+OUTPUTS = {
+    "train_step:print": "PrintV2",
+    "train_step:print in a condition": "PrintV2",
+    "train_step:summary": "WriteSummary",
+    "train_step:file": "WriteFile",
+    "test_step:print": "PrintV2",
+    "predict_step:print": "PrintV2",
+}
+
+
+@behaviour(verification.warnings_of_outputs, at=[ONE_DEVICE, TWO_REPLICAS])
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_a_step_that_prints_or_writes_is_told_once(
+    results: list[Any], case: str, place: str
+) -> None:
+    [told] = results
+    assert len(told) == (place == TWO_REPLICAS)
+    words = f"the {case.partition(':')[0]} prints or writes ({OUTPUTS[case]}): each of 2 replicas"
+    assert all(warned.startswith(words) for warned in told)
+
+
 @behaviour(verification.warnings_of_another_structure, at=[TWO_REPLICAS])
 def test_a_comparison_does_not_settle_data_of_another_structure(results: list[Any]) -> None:
     [(of_first, of_second, verdict)] = results

@@ -48,9 +48,9 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
 def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
     """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras."""
     state = state_of(model)
-    if shuffle is None or not isinstance(feed, PyDatasetFeed) or "order" in state.printed:
+    if shuffle is None or not isinstance(feed, PyDatasetFeed) or "order" in state.told:
         return
-    state.printed.add("order")
+    state.told.add("order")
     speaker(placement_of(model.distribute_strategy).is_chief)(
         "order",
         f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "

@@ -107,7 +107,7 @@ class TrainerState:
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
         seeds_drawn: how many seeds of the data order `fit` has drawn, where `seed` is None.
-        printed: the differences from plain Keras that `fit` has printed, each of them once.
+        told: the differences from plain Keras that were printed or warned of, each of them once.
         saved_variables: the states, from the checkpoint of a resumed run, of seeds whose layers are
             not built yet.
     """
@@ -124,7 +124,7 @@ class TrainerState:
     interrupted: str | None = None
     specs: Any = None
     seeds_drawn: int = 0
-    printed: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
     saved_variables: dict[str, Any] = field(default_factory=dict)
 
 

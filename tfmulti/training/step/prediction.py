@@ -34,6 +34,7 @@ from tfmulti.training.step.step import (
     states_in,
     step_of,
     warn_of_change,
+    warn_of_outputs,
     warn_of_unknown,
     without_autograph,
 )
@@ -126,6 +127,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         if not model.run_eagerly:
             traces.append(attributes)
             warn_of_change(model, "predict_step", traces)
+            warn_of_outputs(model, "predict_step")
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)

@@ -15,8 +15,9 @@ stay as they were.
 from __future__ import annotations
 
 import random
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -28,6 +29,7 @@ from tfmulti.distribution import (
     replica_context,
     row_labels,
 )
+from tfmulti.distribution.custom_gradients import operations_in
 from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import Placement, placement_of, run_on_replicas
@@ -43,6 +45,9 @@ from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import microbatches, whole_batch, xla
 from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.step.step_result import first_local
+
+# The operations of `tf.print`, `tf.summary` and `tf.io.write_file`.
+_WRITES = re.compile(r"Print(V2)?|Write\w*Summary|WriteFile")
 
 
 def without_autograph(function: Callable[..., Any]) -> Any:
@@ -257,6 +262,7 @@ def make_step(
         if logs is not None and not model.run_eagerly:
             traces.append(attributes)
             warn_of_change(model, name, traces)
+            warn_of_outputs(model, name)
         share_generator(seeds)
         return results
 
@@ -290,10 +296,38 @@ def _note_python_functions(replica_slice: ReplicaSlice) -> None:
     Each replica calls it with its own rows, and so does each pass of a step. It may keep values of
     its own, such as a list of labels, that no tensor depends on.
     """
-    for op in tf.compat.v1.get_default_graph().get_operations():
+    for op in _operations():
         is_own = not any(name in op.name for name in (collectives.SEND, collectives.RECEIVE))
         if op.type in row_labels.PYTHON_FUNCTIONS and is_own:
             replica_slice.note_unknown(f"the Python function {op.name!r} ({op.type})")
+            return
+
+
+def _operations() -> Iterator[tf.Operation]:
+    """Yields the operations of the step that is being traced, with its conditions and loops."""
+    for op in tf.compat.v1.get_default_graph().get_operations():
+        yield from operations_in(op)
+
+
+def warn_of_outputs(model: keras.Model, step: str) -> None:
+    """Warns once on the chief if a step that was just traced prints or writes on each replica.
+
+    Args:
+        model: the prepared model.
+        step: such as `train_step`.
+    """
+    placement, state = placement_of(model.distribute_strategy), state_of(model)
+    if placement.replicas == 1 or not placement.is_chief or f"{step} writes" in state.told:
+        return
+    for op in _operations():
+        if _WRITES.fullmatch(op.type):
+            state.told.add(f"{step} writes")
+            warnings.warn(
+                f"the {step} prints or writes ({op.type}): each of {placement.replicas} replicas "
+                "does so with its own rows, and so does a comparison with one device. Return the "
+                "value as a log, which is that of one device.",
+                stacklevel=2,
+            )
             return
 
 

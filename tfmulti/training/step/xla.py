@@ -76,9 +76,9 @@ def print_draws(model: keras.Model) -> None:
     """Prints once on the chief that plain Keras draws other numbers, if XLA compiles its step."""
     state = state_of(model)
     is_compiled = bool(model.jit_compile) and not model.run_eagerly
-    if not is_compiled or "random" in state.printed or not any(map(is_seed, model.variables)):
+    if not is_compiled or "random" in state.told or not any(map(is_seed, model.variables)):
         return
-    state.printed.add("random")
+    state.told.add("random")
     speaker(placement_of(model.distribute_strategy).is_chief)(
         "random",
         "dropout and other random numbers are those of plain Keras with "
