@@ -57,10 +57,9 @@ def has_custom_gradient(op: tf.Operation) -> bool:
 
 def unknown_in(op: tf.Operation) -> Iterator[str]:
     """Yields the names of custom gradients that are not known: an operation, or those inside it."""
-    for inner in operations_in(op):
+    for inner in filter(has_custom_gradient, operations_in(op)):
         outputs = {output.name for output in inner.outputs}
-        is_known = any(outputs & names.get(inner.graph, set()) for names in (_formulas, _own))
-        if has_custom_gradient(inner) and not is_known:
+        if not any(outputs & names.get(inner.graph, set()) for names in (_formulas, _own)):
             yield inner.name
 
 
