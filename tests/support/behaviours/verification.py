@@ -484,7 +484,7 @@ def warnings_of_values_that_are_not_understood(case: str) -> Any:
 
 
 class Writes(NotUnderstood):
-    """A model whose step named by `at` prints, or writes a file or a summary."""
+    """A model whose step named by `at` prints, or writes to a file, a table or a queue."""
 
     how = ""
 
@@ -495,6 +495,10 @@ class Writes(NotUnderstood):
             if self.how == "summary":
                 with self.writer.as_default():
                     return tf.summary.scalar("value", tf.reduce_mean(value), step=1)
+            if self.how == "table":
+                return self.table.insert(tf.ones((1,), tf.int64), tf.reduce_mean(value)[None])
+            if self.how == "queue":
+                return self.queue.enqueue(tf.reduce_mean(value))
             return tf.print(value, output_stream=f"file://{here.shared / 'printed'}")
 
         if self.how == "print in a condition":
@@ -516,6 +520,8 @@ def warnings_of_outputs(case: str) -> Any:
         model = Writes(inputs, keras.layers.Dense(3)(inputs))
         model.at, model.how = at, how
         model.writer = tf.summary.create_file_writer(str(here.shared / "summary"))
+        model.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+        model.queue = tf.queue.FIFOQueue(100, [tf.float32], [[]])
         model.compile("sgd")
     prepare(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -525,7 +531,7 @@ def warnings_of_outputs(case: str) -> Any:
             model.evaluate(X[:18], Y[:18], batch_size=18, verbose=0)
             model.predict(X[:18], batch_size=18, verbose=0)
             model.compile("sgd")
-    return [str(w.message) for w in caught if "prints or writes" in str(w.message)]
+    return [str(w.message) for w in caught if "prints, or writes" in str(w.message)]
 
 
 class OfWeightedRows(NotUnderstood):

@@ -46,8 +46,10 @@ from tfmulti.training.step import microbatches, whole_batch, xla
 from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.step.step_result import first_local
 
-# The operations of `tf.print`, `tf.summary` and `tf.io.write_file`.
-_WRITES = re.compile(r"Print(V2)?|Write\w*Summary|WriteFile")
+# The operations of `tf.print`, `tf.summary`, `tf.io.write_file`, `tf.lookup` and `tf.queue`.
+_WRITES = re.compile(
+    r"Print(V2)?|Write\w*Summary|WriteFile|LookupTable(Insert|Remove)V2|QueueEnqueue(Many)?V2"
+)
 
 
 def without_autograph(function: Callable[..., Any]) -> Any:
@@ -323,9 +325,9 @@ def warn_of_outputs(model: keras.Model, step: str) -> None:
         if _WRITES.fullmatch(op.type):
             state.told.add(f"{step} writes")
             warnings.warn(
-                f"the {step} prints or writes ({op.type}): each of {placement.replicas} replicas "
-                "does so with its own rows, and so does a comparison with one device. Return the "
-                "value as a log, which is that of one device.",
+                f"the {step} prints, or writes to a file, a table or a queue ({op.type}): each of "
+                f"{placement.replicas} replicas does so with its own rows, and so does a "
+                "comparison with one device. Return the value as a log, or keep it in a variable.",
                 stacklevel=2,
             )
             return
