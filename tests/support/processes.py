@@ -221,7 +221,11 @@ class Processes:
         return self._read(number, "stderr")
 
     def end(self) -> None:
-        """Kills the processes, and what is left of the groups of those that have ended."""
+        """Kills the processes of this group that still run.
+
+        A process that has ended may have left other processes in its process group. They are killed
+        as well.
+        """
         for process, _ in self._started:
             # The system gives the number of a process that has ended to another one, unless a
             # process is left in its group.
