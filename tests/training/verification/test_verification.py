@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.behaviours import behaviour, verification
 from tests.support.places import EVERYWHERE, ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS, few
+from tfmulti.training.verification import plain_run
 
 pytestmark = pytest.mark.multiworker
 
@@ -160,6 +161,12 @@ def test_a_step_that_prints_or_writes_is_told_once(
     for warned in told:
         assert warned.startswith(f"the {case.partition(':')[0]} prints, or writes")
         assert f"({OUTPUTS[case]}): each of 2 replicas" in warned
+
+
+@pytest.mark.parametrize("operation", sorted({*OUTPUTS.values()}))
+def test_a_step_that_prints_or_writes_is_not_run_for_one_row(operation: str) -> None:
+    """What it writes there would be one value more."""
+    assert plain_run._NOT_FOR_ONE_ROW.search(operation)
 
 
 @behaviour(verification.warnings_of_another_structure, at=[TWO_REPLICAS])

@@ -32,8 +32,9 @@ _DRAWS = names(
     "StatefulUniform StatefulUniformInt StatefulTruncatedNormal"
 )
 
-# These operations call Python, print, write files, or loop, maybe without end for another input.
-_NOT_FOR_ONE_ROW = re.compile("PyFunc|Print|Summary|Write|Save|While")
+# These operations call Python, print, write to files, tables or queues, or loop, maybe without end
+# for another input.
+_NOT_FOR_ONE_ROW = re.compile("PyFunc|Print|Summary|Write|Save|While|Enqueue|Table(Insert|Remove)")
 
 
 @dataclass
