@@ -85,7 +85,7 @@ def _left_by(made: Made, apart: tuple[str, ...]) -> dict[str, Any]:
         left |= {f"use/{key}": value for key, value in made.use(model).items()}
     else:
         history = model.fit(**made.fit, verbose=0).history
-        left |= {f"history/{key}": values for key, values in history.items()}
+        left |= _by_place("history", history)
     left |= {f"weight/{i}": array_of(w.value) for i, w in enumerate(model.weights)}
     for name, optimizer in _optimizers(made).items():
         if not (optimizer.built and int(optimizer.iterations.numpy())):
@@ -98,11 +98,16 @@ def _left_by(made: Made, apart: tuple[str, ...]) -> dict[str, Any]:
         left |= {f"after/{key}": value for key, value in made.after(model).items()}
     if made.evaluate is not None:
         found = model.evaluate(**made.evaluate, verbose=0, return_dict=True)
-        left |= {f"evaluate/{key}": value for key, value in found.items()}
+        left |= _by_place("evaluate", found)
     if made.predict is not None:
         outputs = keras.tree.flatten(model.predict(**made.predict, verbose=0))
         left |= {f"predict/{i}": output for i, output in enumerate(outputs)}
     return {key: _storable(value) for key, value in left.items() if not key.startswith(apart)}
+
+
+def _by_place(kind: str, logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns logs by a name that tells their place, so that their order is compared, too."""
+    return {f"{kind}/{key}, number {i}": value for i, (key, value) in enumerate(logs.items())}
 
 
 def _storable(value: Any) -> np.ndarray:

@@ -106,7 +106,8 @@ def own_trackers_and_weights() -> Made:
 class OtherLogs(keras.Model):
     def train_step(self, data: Any) -> Any:
         logs = dict(super().train_step(data))
-        nested = {"twice": 2 * logs["loss"], "three": 3}
+        # "zero" comes before "number" in a history, and behind it in one sorted list.
+        nested = {"twice": 2 * logs["loss"], "three": 3, "zero": 0}
         # Keras goes through the names in their order, so this is the loss of the history.
         parts = {"loss": 2 * logs["loss"]}
         others = {"number": 0.5, "whole": 2, "inner": nested, "steps": tf.constant(1)}

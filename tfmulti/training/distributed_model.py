@@ -66,6 +66,7 @@ from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
+from tfmulti.training.step.step_logs import flattened
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.step.xla import compile_errors_explained, print_draws
 from tfmulti.training.verification import verification
@@ -666,10 +667,9 @@ def _on_batch(
 
 
 def _results(model: DistributedModel, logs: dict[str, Any], return_dict: bool) -> Any:
-    """Returns logs as Keras does: a dict with sorted keys, a list of values, or the only value.
+    """Returns logs as Keras does: a dict without nested ones, a list of values, or the only value.
 
     Keras lists the values of the model's metrics first, in the order of the metrics.
     """
-    if return_dict:
-        return dict(sorted(logs.items()))
-    return values_of_metrics(model, logs)
+    flat = flattened(logs)
+    return flat if return_dict else values_of_metrics(model, flat)

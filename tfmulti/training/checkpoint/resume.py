@@ -49,6 +49,7 @@ from tfmulti.training.input.interface import Feed, State
 from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.state import run_state
 from tfmulti.training.state.trainer_state import RunCounts, interrupt, state_of
+from tfmulti.training.step.step_logs import flattened
 
 Tree = dict[str, Any]
 
@@ -342,7 +343,7 @@ class CheckpointManager:
         if placement_of(self._model.distribute_strategy).is_chief:
             self._say_once(self._callbacks.left_out)
             self._checkpoint.write(record, wait=wait)
-        self._checkpoint.kept(progress.epoch, progress.step, progress.logs)
+        self._checkpoint.kept(progress.epoch, progress.step, flattened(progress.logs))
 
     def end_epoch(self, progress: Progress) -> None:
         """Makes a checkpoint after an epoch, if the callback asks for one after each.

@@ -384,9 +384,14 @@ def votes_of(model: keras.Model, *, stop: bool, checkpoint: bool = False, steps:
 
 
 def as_floats(logs: Logs) -> Logs:
-    """Returns logs with numbers as floats and others as arrays. None and texts stay as they are."""
+    """Returns logs with numbers as floats and others as arrays. None and texts stay as they are.
+
+    Nested logs stay nested.
+    """
 
     def as_float(value: Any) -> Any:
+        if isinstance(value, dict):
+            return as_floats(value)
         array = array_of(value)
         # A text comes as a tensor, and with `run_eagerly` as bytes.
         if array.dtype.kind in "OS":

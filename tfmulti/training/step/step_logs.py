@@ -23,7 +23,8 @@ from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
 
-Logs = dict[str, tf.Tensor]
+# The logs of a step by name. A log may be a dict of more logs.
+Logs = dict[str, Any]
 # One entry: the number of the trace (`StepLogs.begin`), and by name the logs that are averaged over
 # the replicas.
 Means = dict[int, dict[str, tf.Tensor]]
@@ -45,14 +46,12 @@ class _Returned(NamedTuple):
     """What the trace of a step has shown about the logs that the step returns.
 
     Attributes:
-        names: the names of all logs, in their order.
-        keys: the keys of the dict.
+        names: the dict that the step returns, with its innermost names in place of the values.
         results: for each log that is the result of a metric, that result, by the log's name.
         constants: for each log that is None or a text, that value, by the log's name.
     """
 
-    names: list[str]
-    keys: set[str]
+    names: dict[str, Any]
     results: dict[str, _Result]
     constants: dict[str, Any]
 
@@ -150,8 +149,7 @@ class StepLogs:
                     self._warn_of_rows(name)
             else:
                 results[name] = result
-        keys = set(logs) if isinstance(logs, Mapping) else set()
-        returned = _Returned(list(flat), keys, results, constants)
+        returned = _Returned(_with_values(logs, {name: name for name in flat}), results, constants)
         if self._returned[-1] not in (None, returned):
             self._refuse(returned)
         self._returned[-1] = returned
@@ -170,7 +168,7 @@ class StepLogs:
         """Raises the error that a replica has returned other logs than the one before."""
 
         def kind(log: str, of: _Returned | None) -> str:
-            if of is None or log not in of.names:
+            if of is None or log not in flattened(of.names):
                 return "missing"
             if log in of.results:
                 metric, key = of.results[log]
@@ -179,7 +177,7 @@ class StepLogs:
             return repr(of.constants[log]) if log in of.constants else "a number"
 
         before = self._returned[-1]
-        names = [*returned.names, *(before.names if before else [])]
+        names = [name for each in (returned, before) if each for name in flattened(each.names)]
         kinds = ((log, kind(log, before), kind(log, returned)) for log in names)
         log, one, other = next(
             (each for each in kinds if each[1] != each[2]),
@@ -201,9 +199,10 @@ class StepLogs:
     def final(self, means: Means) -> tuple[Logs, Logs]:
         """Returns the logs of a step, and the logs of an epoch that ends with it.
 
-        If a step returns logs with exactly the metrics' names, the logs of an epoch are the
-        metrics' results, as in Keras. The variables of the model's metrics must hold the states of
-        all replicas.
+        Both are nested as the step returned them, because Keras' callbacks take the order of the
+        names from that. If a step returns logs with exactly the metrics' names, the logs of an
+        epoch are the metrics' results, as in Keras. The variables of the model's metrics must hold
+        the states of all replicas.
 
         Args:
             means: what `taken` returned, with the means over the replicas.
@@ -226,12 +225,12 @@ class StepLogs:
             for name, value in returned.constants.items()
         }
         by_name = averaged | results | constants
-        logs: Logs = {name: by_name[name] for name in returned.names}
-        if set(results) != set(logs):
+        logs = _with_values(returned.names, by_name)
+        if set(results) != set(by_name):
             of_metrics = self._model.get_metrics_result()
-            if set(of_metrics) == returned.keys:
-                of_epoch = flattened(of_metrics).items()
-                return logs, {name: tf.convert_to_tensor(v) for name, v in of_epoch}
+            if set(of_metrics) == set(returned.names):
+                tensors = {n: tf.convert_to_tensor(v) for n, v in flattened(of_metrics).items()}
+                return logs, _with_values(of_metrics, tensors)
         return logs, logs
 
 
@@ -247,6 +246,14 @@ def _constant(name: str, value: Any) -> Any:
         )
     # Lists can be compared, and arrays only element by element.
     return np.asarray(constant).tolist()
+
+
+def _with_values(logs: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested logs, each with the value that `values` has for its innermost name."""
+    return {
+        name: _with_values(value, values) if isinstance(value, Mapping) else values[name]
+        for name, value in (logs.items() if isinstance(logs, Mapping) else ())
+    }
 
 
 def flattened(logs: Any) -> dict[str, Any]:
