@@ -715,3 +715,44 @@ def several_losses_of_one_output() -> Made:
     return Made(
         model, {"optimizer": sgd(0.01), "loss": losses}, fit(features(4), [features(1)] * 3)
     )
+
+
+class PreparesItsData(keras.Model):
+    """Scales arrays before `fit`, `evaluate` and `predict`, as the tasks of KerasHub do."""
+
+    def scaled(self, x: Any, y: Any = None, batch_size: int | None = None) -> tf.data.Dataset:
+        parts = x if y is None else (x, y)
+        data = tf.data.Dataset.from_tensor_slices(parts).batch(batch_size or 32)
+        return data.map(lambda x, *more: (x / 2.0, *more) if more else x / 2.0)
+
+    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, **more: Any) -> Any:
+        held = more.pop("validation_data")
+        prepared = self.scaled(*held, batch_size)
+        return super().fit(self.scaled(x, y, batch_size), validation_data=prepared, **more)
+
+    def evaluate(
+        self, x: Any = None, y: Any = None, batch_size: int | None = None, **more: Any
+    ) -> Any:
+        # Keras' `fit` gives this argument, and the data as it got it.
+        if more.get("_use_cached_eval_dataset"):
+            assert isinstance(x, tf.data.Dataset)
+            return super().evaluate(x=x, y=y, batch_size=batch_size, **more)
+        return super().evaluate(x=self.scaled(x, y, batch_size), **more)
+
+    def predict(self, x: Any, batch_size: int | None = None, **more: Any) -> Any:
+        return super().predict(self.scaled(x, None, batch_size), **more)
+
+
+@program("KerasHub: Task.fit with a preprocessor", "keras-io: Semantic Similarity with KerasHub")
+def data_prepared_by_the_model() -> Made:
+    """A model that overrides `fit`, `evaluate` and `predict` to prepare its data."""
+    inputs = keras.Input((4,))
+    model = PreparesItsData(inputs, layers.Dense(3, "softmax")(layers.Dense(5, "tanh")(inputs)))
+    held = (features(4)[:11], labels()[:11])
+    return Made(
+        model,
+        {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]},
+        fit(features(4), labels(), validation_data=held),
+        evaluate={"x": held[0], "y": held[1], "batch_size": BATCH},
+        predict={"x": held[0], "batch_size": BATCH},
+    )

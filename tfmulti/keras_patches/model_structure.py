@@ -10,6 +10,7 @@
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or takes a public writer |
 | `values_of_metrics` | `Trainer._flatten_metrics_in_order` | none | Keras tells the order in which `evaluate` lists its results |
 | `is_for_xla` | `keras.src.trainers.trainer.model_supports_jit` | none | TensorFlow or Keras tells whether operations are deterministic |
+| `IN_FIT` | the argument `_use_cached_eval_dataset` of `evaluate` | none | Keras tells an `evaluate` of the user's own that `fit` calls it |
 | `initial_epoch_of` | `Trainer._initial_epoch` | none | BackupAndRestore has a public way |
 """  # noqa: E501
 
@@ -26,6 +27,10 @@ from keras.src.trainers.trainer import model_supports_jit
 
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.keras_patches.patching import is_of_keras
+
+# The argument by which `fit` tells `evaluate` to take the data of the earlier validations. A model
+# that overrides `evaluate` to prepare its data, such as those of KerasHub, reads it.
+IN_FIT = "_use_cached_eval_dataset"
 
 
 def build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) -> None:

@@ -36,7 +36,7 @@ from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
-from tfmulti.keras_patches.model_structure import has_own_step, values_of_metrics
+from tfmulti.keras_patches.model_structure import IN_FIT, has_own_step, values_of_metrics
 from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
@@ -364,12 +364,19 @@ class DistributedModel(keras.Model):
             )
             reading = state_of(self).reading
             feed = make_feed(data, placement, reading, "fit")
-            validation = None
+            validation, validation_arguments = None, {}
             if validation_data is not None:
                 xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
                 size = validation_batch_size or batch_size
                 data = DataArguments(xv, yv, wv, size, steps_per_epoch=validation_steps)
                 validation = make_feed(data, placement, reading, "evaluate")
+                validation_arguments = {
+                    "x": xv,
+                    "y": yv,
+                    "sample_weight": wv,
+                    "batch_size": size,
+                    "steps": validation_steps,
+                }
             same_data.check_same_data(self, feed, validation)
             # A checkpoint needs all slots before the first step. So does a comparison with one
             # device that is not traced before.
@@ -419,7 +426,7 @@ class DistributedModel(keras.Model):
                 epochs,
                 steps_per_epoch,
                 validation,
-                validation_steps,
+                validation_arguments,
                 validation_freq,
                 manager,
                 self._steps_per_execution(checkpoint),
@@ -439,6 +446,7 @@ class DistributedModel(keras.Model):
     @_on_all_workers
     def evaluate(
         self,
+        /,
         x: Any = None,
         y: Any = None,
         batch_size: int | None = None,
@@ -447,6 +455,7 @@ class DistributedModel(keras.Model):
         steps: int | None = None,
         callbacks: Any = None,
         return_dict: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Returns loss and metrics over the data, and counts each row once.
 
@@ -456,18 +465,25 @@ class DistributedModel(keras.Model):
         Raises:
             ModelError: the model is not compiled.
             DataError: the data has no batches, or it cannot be read.
+            TypeError: Keras knows no such argument.
         """
+        in_fit = kwargs.pop(IN_FIT, False)
+        if kwargs:
+            raise TypeError(f"evaluate() got an unexpected argument {next(iter(kwargs))!r}")
         model_checks.check_compiled(self)
         if self.test_function is None:
             relocation.enter(self)
         data = DataArguments(x, y, sample_weight, batch_size, steps_per_epoch=steps)
-        feed = make_feed(data, self._placement, state_of(self).reading, "evaluate")
+        feed = state_of(self).validation if in_fit else None
+        if feed is None:
+            in_fit = False
+            feed = make_feed(data, self._placement, state_of(self).reading, "evaluate")
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
-        # A feed that the caller gave stays open: `fit` uses it again in the next validation.
-        with closing(None if feed is x else feed):
+        # `fit` uses its feed again in the next validation.
+        with closing(None if in_fit else feed):
             logs = loops.evaluate(self, feed, count, callback_list)
         return _results(self, logs, return_dict)
 

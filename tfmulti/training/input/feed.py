@@ -133,7 +133,7 @@ def make_feed(
     """Returns the feed of any data that Keras' `fit` takes: arrays, a Dataset, a PyDataset, ….
 
     Args:
-        arguments: the data. A feed is returned as it is.
+        arguments: the data.
         placement: this process' place among the workers.
         reading: how the examples of arrays and sources are read.
         method: what takes the data. In `fit` a pass may go on over several epochs of
@@ -146,8 +146,6 @@ def make_feed(
     x, class_weight, steps = arguments.x, arguments.class_weight, arguments.steps_per_epoch
     y, weights, shuffle = arguments.y, arguments.sample_weight, arguments.shuffle
     seed = None if shuffle is None else shuffle.seed
-    if isinstance(x, Feed):
-        return x
     if isinstance(x, Source):
         _check_no_more(x, y=y, sample_weight=weights)
         if class_weight is not None:

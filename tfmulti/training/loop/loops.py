@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
-from tfmulti.keras_patches.model_structure import initial_epoch_of
+from tfmulti.keras_patches.model_structure import IN_FIT, initial_epoch_of
 from tfmulti.keras_patches.variables import array_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
@@ -55,7 +55,7 @@ class Training:
         epochs: the number of epochs after which the training ends, as in Keras.
         steps_per_epoch: the steps of an epoch; None takes each batch of the data once.
         validation: the data of the validation, or None.
-        validation_steps: the steps of a validation; None takes each batch once.
+        validation_arguments: the arguments of `evaluate` in a validation, as Keras gives them.
         validation_freq: the number of epochs from one validation to the next, or a list of the
             epochs that end with one, counted from 1.
         manager: makes the checkpoints, or None.
@@ -69,7 +69,7 @@ class Training:
     epochs: int
     steps_per_epoch: int | None
     validation: Feed | None = None
-    validation_steps: int | None = None
+    validation_arguments: Mapping[str, Any] = field(default_factory=dict)
     validation_freq: Any = 1
     manager: CheckpointManager | None = None
     steps_per_execution: StepsPerExecution = field(default_factory=lambda: StepsPerExecution(1))
@@ -167,12 +167,17 @@ def train(model: keras.Model, training: Training) -> Logs:
 
 def _validated(model: keras.Model, training: Training) -> Logs:
     """Returns the logs of a validation, with `val_` before their names."""
-    logs = model.evaluate(
-        training.validation,
-        steps=training.validation_steps,
-        callbacks=training.callbacks,
-        return_dict=True,
-    )
+    state = state_of(model)
+    state.validation = training.validation
+    try:
+        logs = model.evaluate(
+            **training.validation_arguments,
+            callbacks=training.callbacks,
+            return_dict=True,
+            **{IN_FIT: True},
+        )
+    finally:
+        state.validation = None
     return {f"val_{name}": value for name, value in logs.items()}
 
 

@@ -104,6 +104,7 @@ class TrainerState:
             `on_train_batch_end`. `epoch` then has the times of the epoch so far.
         verification: the result of the last comparison with one device.
         evaluated: the logs of an evaluation since the last training step, or None.
+        validation: the data of the validation that `fit` runs now, or None.
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
         seeds_drawn: how many seeds of the data order `fit` has drawn, where `seed` is None.
@@ -121,6 +122,7 @@ class TrainerState:
     compares: bool = False
     verification: Any = None
     evaluated: dict[str, Any] | None = None
+    validation: Any = None
     interrupted: str | None = None
     specs: Any = None
     seeds_drawn: int = 0
