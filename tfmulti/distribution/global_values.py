@@ -227,10 +227,8 @@ def gradient(
         for name in row_labels.custom_gradients_behind(value):
             replica_slice.note_unknown(f"the custom gradient {name!r}")
     by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    # The gradient of a row by the same row is that of one device.
     if kinds <= {Kind.ROWS} and by_rows:
-        gradients = original(target, sources, **options)
-        return tf.nest.map_structure(_labelled_rows, sources, gradients)
+        return _gradient_of_sums(replica_slice, original, target, sources, **options)
     if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
         gradients = original(target, sources, **options)
     else:
@@ -255,27 +253,37 @@ def _gradient_in_branch(
         ModelError: the gradient of one device needs values of other replicas.
     """
     targets = tf.nest.flatten(target)
-    labels = [label_of(t) for t in targets]
-    kinds = {label.kind for label in labels}
+    kinds = {label_of(t).kind for t in targets}
     for value in targets:
         note_unknown(replica_slice, value)
-    by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    if kinds <= {Kind.ROWS} and by_rows:
-        gradients = original(target, sources, **options)
-        return tf.nest.map_structure(_labelled_rows, sources, gradients)
     if kinds <= {Kind.ROWS, Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
-        # `reduce_gradients` will multiply by the weight, but the gradient of rows must be summed.
-        inverse_weight = tf.math.reciprocal_no_nan(replica_slice.weight)
-        options["output_gradients"] = [
-            tf.ones_like(t) * (tf.cast(inverse_weight, t.dtype) if label.kind is Kind.ROWS else 1)
-            for t, label in zip(targets, labels, strict=True)
-        ]
-        return _by_source(replica_slice, sources, original(target, sources, **options))
+        return _gradient_of_sums(replica_slice, original, target, sources, **options)
     raise ModelError(
         "the train_step takes a gradient inside a condition or a loop, of a value that needs the "
         "rows of all replicas, which cannot be exchanged there. Compute the value there, "
         "and take its gradient outside, or compute both values and choose one by tf.where."
     )
+
+
+def _gradient_of_sums(
+    replica_slice: ReplicaSlice, original: Gradient, target: Any, sources: Any, **options: Any
+) -> Any:
+    """Returns the gradient of rows that are summed over all replicas, and of means.
+
+    A BatchNormalization takes the gradients behind it for parts of a mean over the replicas. So
+    those of rows are divided by the weight. It is multiplied again in the gradient by rows, and by
+    `reduce_gradients` in that by variables.
+    """
+    inverse_weight = tf.math.reciprocal_no_nan(replica_slice.weight)
+
+    def seed(value: Any) -> Any:
+        if not isinstance(value, tf.Tensor):
+            return None
+        is_of_rows = label_of(value).kind is Kind.ROWS
+        return tf.ones_like(value) * (tf.cast(inverse_weight, value.dtype) if is_of_rows else 1)
+
+    options["output_gradients"] = tf.nest.map_structure(seed, target)
+    return _by_source(replica_slice, sources, original(target, sources, **options))
 
 
 def _is_of_rows(source: Any) -> bool:
