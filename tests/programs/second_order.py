@@ -236,3 +236,30 @@ def gradient_penalty_through_normalization() -> Made:
     """The gradient by the inputs of a normalized batch, and a gradient through it."""
     model = PenaltyThroughNormalization()
     return Made(model, {"optimizer": sgd(0.01)}, fit(*DATA))
+
+
+class GradientField(keras.Model):
+    """Trains a potential whose gradient by the inputs is the data, as in score matching."""
+
+    def train_step(self, data: Any) -> Any:
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(data)
+                potential = tf.sin(self(data, training=True))
+            distances = tape.gradient(potential, data) - data
+            loss = tf.reduce_mean(tf.square(distances))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program("bayesflow: DiffusionModel by a potential", "Score matching with an energy")
+def gradient_of_a_normalized_potential() -> Made:
+    """Gradients of gradients through four normalizations, whose variance is by a constant mean."""
+    inputs = keras.Input((4,))
+    x = layers.LayerNormalization()(layers.Dense(8, "tanh")(inputs))
+    x = layers.BatchNormalization()(layers.Dense(8, "tanh")(x))
+    images = layers.BatchNormalization()(layers.Reshape((2, 2, 2))(x))
+    x = layers.BatchNormalization(axis=1)(layers.Reshape((4, 2))(images))
+    outputs = layers.Dense(1)(layers.Flatten()(x))
+    return Made(GradientField(inputs, outputs), {"optimizer": sgd(0.01)}, fit(features(4)))

@@ -64,7 +64,7 @@ def normalized(
         def gradient(dy: tf.Tensor) -> tuple[tf.Tensor | None, ...]:
             merged = (count, mean, variance)
             if replica_slice.is_whole:
-                gradients = _kernel_gradients(dy, x, gamma, merged, epsilon, is_training=True)
+                gradients = _gradients(dy, x, gamma, merged, epsilon, is_training=True)
             else:
                 gradients = _gradients_of_slice(replica_slice, dy, x, gamma, merged, epsilon)
             # The gradient of `x` contains what mean and variance add.
@@ -183,7 +183,7 @@ def _gradients_of_slice(
     total, mean, variance = statistics
     # These gradients treat mean and variance as constants. The gradient that flows through both of
     # them is added below.
-    dx, dgamma, dbeta = _frozen_gradients(dy, x, gamma, mean, variance, epsilon)
+    dx, dgamma, dbeta = _gradients(dy, x, gamma, statistics, epsilon, is_training=False)
     # The loss of each replica depends on the rows of all replicas, and is weighted by the weight of
     # its replica. `reduce_gradients` will multiply the result by this replica's weight, which is 0
     # without rows.
@@ -192,48 +192,12 @@ def _gradients_of_slice(
     global_dgamma, global_dbeta = tf.unstack(tf.math.divide_no_nan(sums, weight))
     inverse = tf.math.rsqrt(variance + epsilon)
     scale = tf.math.divide_no_nan(gamma * inverse * inverse * global_dgamma, total)
-    offset = tf.math.divide_no_nan(gamma * inverse * global_dbeta, total) - scale * mean
+    offset = tf.math.divide_no_nan(gamma * inverse * global_dbeta, total)
+    offset -= scale * tf.stop_gradient(mean)
     return _scaled(x, -scale, -offset) + dx, dgamma, dbeta
 
 
-def _frozen_gradients(
-    dy: tf.Tensor,
-    x: tf.Tensor,
-    gamma: tf.Tensor,
-    mean: tf.Tensor,
-    variance: tf.Tensor,
-    epsilon: float,
-) -> Gradients:
-    """Returns the gradients for a mean and a variance that do not depend on the values.
-
-    The second derivative is computed by the formula, since that of TensorFlow's kernel leaves out
-    mean and variance.
-    """
-
-    @custom_gradient
-    def frozen(*arguments: tf.Tensor) -> Any:
-        dy, x, gamma, mean, variance = arguments
-        gradients = _kernel_gradients(
-            dy, x, gamma, (mean, mean, variance), epsilon, is_training=False
-        )
-
-        def second(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            with tf.GradientTape() as tape:
-                tape.watch(arguments)
-                scale = tf.math.rsqrt(variance + epsilon)
-                distances = (x - mean) * scale
-                sums = (tf.reduce_sum(part, [0, 1, 2]) for part in (dy * distances, dy))
-                formula = (dy * (gamma * scale), *sums)
-            second_gradients: list[tf.Tensor] = tape.gradient(formula, arguments, upstream)
-            return second_gradients
-
-        return gradients, second
-
-    dx, dgamma, dbeta = frozen(dy, x, gamma, mean, variance)
-    return dx, dgamma, dbeta
-
-
-def _kernel_gradients(
+def _gradients(
     dy: tf.Tensor,
     x: tf.Tensor,
     gamma: tf.Tensor,
@@ -242,19 +206,55 @@ def _kernel_gradients(
     *,
     is_training: bool,
 ) -> Gradients:
-    """Returns the gradients that TensorFlow's fused kernel computes."""
-    _, mean, variance = statistics
-    fused = tf.raw_ops.FusedBatchNormGradV3(
-        y_backprop=dy,
-        x=x,
-        scale=gamma,
-        reserve_space_1=mean,
-        reserve_space_2=variance,
-        reserve_space_3=[],
-        epsilon=epsilon,
-        is_training=is_training,
-    )
-    return fused.x_backprop, fused.scale_backprop, fused.offset_backprop
+    """Returns the gradients that TensorFlow's fused kernel computes.
+
+    The second derivative is that of Keras' operations. They take the mean for a constant where the
+    variance is derived (`tf.nn.moments`). The kernel's own second derivative does not, and leaves
+    out mean and variance if these are constants.
+
+    Args:
+        dy: the gradient with respect to the normalized values.
+        x: the values.
+        gamma: what each channel is multiplied by.
+        statistics: count, mean and variance.
+        epsilon: what is added to the variance.
+        is_training: whether mean and variance depend on the values.
+    """
+    count, mean, variance = statistics
+
+    @custom_gradient
+    def gradients(*arguments: tf.Tensor) -> Any:
+        dy, x, gamma, mean, variance = arguments
+        fused = tf.raw_ops.FusedBatchNormGradV3(
+            y_backprop=dy,
+            x=x,
+            scale=gamma,
+            reserve_space_1=mean,
+            reserve_space_2=variance,
+            reserve_space_3=[],
+            epsilon=epsilon,
+            is_training=is_training,
+        )
+
+        def second(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                tape.watch(arguments)
+                scale = tf.math.rsqrt(variance + epsilon)
+                of_scaled = dy * (x - mean) * scale
+                dgamma, dbeta = (tf.reduce_sum(part, [0, 1, 2]) for part in (of_scaled, dy))
+                dx = dy * (gamma * scale)
+                if is_training:
+                    distances = (x - tf.stop_gradient(mean)) * scale
+                    dx -= gamma * scale * (dbeta + distances * dgamma) / count
+            second_gradients: list[tf.Tensor] = tape.gradient(
+                (dx, dgamma, dbeta), arguments, upstream
+            )
+            return second_gradients
+
+        return (fused.x_backprop, fused.scale_backprop, fused.offset_backprop), second
+
+    dx, dgamma, dbeta = gradients(dy, x, gamma, mean, variance)
+    return dx, dgamma, dbeta
 
 
 def global_moments(
@@ -294,7 +294,8 @@ def global_moments(
                 tf.math.divide_no_nan(tf.reshape(part, tf.shape(mean)), total)
                 for part in (by_mean, by_variance)
             )
-            gradient_of_x = by_mean + by_variance * 2.0 * (x - mean)
+            # As in `tf.nn.moments`, the mean is a constant here in gradients of gradients.
+            gradient_of_x = by_mean + by_variance * 2.0 * (x - tf.stop_gradient(mean))
             return tf.math.divide_no_nan(gradient_of_x * counts, weight)
 
         return (tf.squeeze(mean, axes), tf.squeeze(variance, axes)), gradient

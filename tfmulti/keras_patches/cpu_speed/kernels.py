@@ -132,11 +132,12 @@ def layer_norm(original: Original, layer: Any, inputs: Any) -> tf.Tensor:
             shape = tf.shape(x)
             columns = tf.reshape(gamma / width, [width, 1])
             flat = tf.reshape(upstream, [-1, width])
-            distances = tf.reshape(x - mean, [-1, width])
-            products = flat * distances
+            products = flat * tf.reshape(x - mean, [-1, width])
             inverse = tf.reshape(scale, [-1, 1])
             by_mean = tf.matmul(flat, columns)
             by_variance = tf.matmul(products, columns) * tf.square(inverse)
+            # Keras' variance takes the mean for a constant, which counts in gradients of gradients.
+            distances = tf.reshape(x - tf.stop_gradient(mean), [-1, width])
             by_x = (flat * gamma - by_mean - distances * by_variance) * inverse
             per_row = [shape[0], -1, width]
             by_gamma = tf.matmul(
