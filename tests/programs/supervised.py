@@ -756,3 +756,32 @@ def data_prepared_by_the_model() -> Made:
         evaluate={"x": held[0], "y": held[1], "batch_size": BATCH},
         predict={"x": held[0], "batch_size": BATCH},
     )
+
+
+class NamedByValue:
+    """A key of a dict whose text has the value of its variable."""
+
+    def __init__(self) -> None:
+        self.scale = keras.Variable(1.5)
+
+    def __repr__(self) -> str:
+        return f"scaled by {float(ops.convert_to_numpy(self.scale))}"
+
+
+class ScaledByKeys(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = {NamedByValue(): keras.Variable(0.5)}
+
+    def call(self, x: Any) -> Any:
+        for key, factor in self.names.items():
+            x = x * key.scale + factor
+        return x
+
+
+@program("HGQ2: quantizers as keys of a dict")
+def variables_in_keys_of_a_dict() -> Made:
+    """A dict whose keys hold variables, and cannot be printed while a step is traced."""
+    return Made(
+        classifier(ScaledByKeys()), {"optimizer": sgd(), "loss": SPARSE}, fit(features(4), labels())
+    )

@@ -194,7 +194,7 @@ class _Search:
         is_data = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
         if isinstance(container, Mapping):
             pairs = list(container.items())
-            places = [(v, f"{name}[{k!r}]", _putter(container, k)) for k, v in pairs]
+            places = [(v, f"{name}[{_key_in_words(k)}]", _putter(container, k)) for k, v in pairs]
         elif len(container) > _SHORT_LIST and is_data:
             return
         elif isinstance(container, tuple):
@@ -233,6 +233,11 @@ class _Search:
             if not _is_of_library(cls.__module__):
                 places += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
         self._add(places)
+
+
+def _key_in_words(key: Any) -> str:
+    """Returns a key of a dict for a name. The `repr` of a user's object may read its variables."""
+    return repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
 
 
 @functools.cache
