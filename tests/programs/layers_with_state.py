@@ -423,3 +423,33 @@ def stateful_recurrence() -> Made:
         {"optimizer": sgd(), "loss": SPARSE},
         fit(features(3, 4), labels(), batch_size=10),
     )
+
+
+class KeepsSkips(layers.Layer):
+    """Blocks with a normalization, whose outputs the layer collects in lists and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [layers.Dense(5, "tanh") for _ in range(3)]
+        self.norms = [layers.BatchNormalization() for _ in range(3)]
+        self.skips: list[Any] = []
+        self.by_name: dict[str, Any] = {}
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        self.skips = []
+        self.by_name.clear()
+        self.outputs_of_blocks = [x]
+        for number, (block, norm) in enumerate(zip(self.blocks, self.norms, strict=True)):
+            x = norm(block(x), training=training)
+            self.skips.append(x)
+            self.by_name[f"block {number}"] = 2.0 * x
+            self.outputs_of_blocks.append(x)
+        return ops.concatenate(
+            [sum(self.skips), sum(self.by_name.values()), *self.outputs_of_blocks], axis=-1
+        )
+
+
+@program("keras-tcn: TCN with skip connections and BatchNormalization")
+def tensors_collected_in_lists() -> Made:
+    """Lists and a dict that a layer fills with tensors, while replicas wait for each other."""
+    return _with(KeepsSkips())

@@ -13,6 +13,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,26 +112,59 @@ def _merge_call(
     states = [(layer, _left_by_trace(layer)) for layer in layers]
     result = original(*args, **kwargs)
     for layer, state in states:
-        vars(layer).update(state)
+        _put_back(layer, state)
     python_attributes.restore(numbers)
     return result
 
 
-def _left_by_trace(layer: Any) -> dict[str, Any]:
-    """Returns copies of the attributes in which a layer holds tensors of the traced graph.
+def _left_by_trace(layer: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns the attributes in which a layer holds, or collects, tensors of the traced graph.
 
     Keras' own layers hold tensors of a graph in their losses only.
+
+    Returns:
+        By the attribute's name the value, and a copy of its items if it is a list, dict or set.
     """
-    losses = {"_losses": list(layer._losses), "_loss_ids": set(layer._loss_ids)}
-    if is_of_keras(type(layer)):
-        return losses
-    tensors_held = {}
-    for name, value in vars(layer).items():
-        items = value.values() if isinstance(value, dict) else value
-        is_collection = isinstance(value, (dict, list, tuple))
-        if any(map(_is_symbolic, items if is_collection else [value])):
-            tensors_held[name] = type(value)(value) if type(value) in (dict, list) else value
-    return tensors_held | losses
+    names = {"_losses", "_loss_ids"}
+    if not is_of_keras(type(layer)):
+        names |= {
+            name
+            for name, value in vars(layer).items()
+            if name not in _of_any_layer() and _holds_tensors(value)
+        }
+    return {name: (vars(layer)[name], _copied(vars(layer)[name])) for name in names}
+
+
+@functools.cache
+def _of_any_layer() -> frozenset[str]:
+    """Returns the attributes that Keras gives each layer and model."""
+    return frozenset([*vars(keras.Model()), *vars(keras.layers.Layer())])
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Returns whether a value is a tensor of a graph, holds one, or is an empty list or dict."""
+    if isinstance(value, (dict, list)) and not value:
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return any(map(_is_symbolic, items if isinstance(value, (dict, list, tuple)) else [value]))
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of a list, dict or set, without Keras' tracking; None for other values."""
+    kind = next((kind for kind in (list, dict, set) if isinstance(value, kind)), None)
+    return None if kind is None else kind(value)
+
+
+def _put_back(layer: Any, state: dict[str, tuple[Any, Any]]) -> None:
+    """Gives a layer back what `_left_by_trace` returned."""
+    for name, (value, items) in state.items():
+        # These methods bypass the tracking of Keras' lists and dicts.
+        if isinstance(items, list):
+            list.__setitem__(value, slice(None), items)
+        elif isinstance(items, (dict, set)):
+            type(items).clear(value)
+            type(items).update(value, items)
+        vars(layer)[name] = value
 
 
 def _is_symbolic(value: Any) -> bool:
