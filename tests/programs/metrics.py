@@ -458,3 +458,49 @@ def label_errors_of_read_sequences() -> Made:
 
 def _mean_square(y_true: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(y_pred), axis=(1, 2))
+
+
+class MakesMetrics(keras.Model):
+    """A step that makes a metric for each value when it first sees the value's name."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.trackers: dict[str, keras.metrics.Metric] = {}
+
+    def logged(self, values: dict[str, Any], rows: Any) -> dict[str, Any]:
+        for name, value in values.items():
+            if name not in self.trackers:
+                self.trackers[name] = keras.metrics.Mean(name=name)
+            self.trackers[name].update_state(value, sample_weight=rows)
+        return {name: tracker.result() for name, tracker in self.trackers.items()}
+
+    def values_of(self, x: Any, y: Any) -> dict[str, Any]:
+        found = self(x)
+        loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, found))
+        return {"loss": loss, "largest": tf.reduce_max(found), "spread": tf.math.reduce_std(found)}
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            values = self.values_of(x, y)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(values["loss"], weights), weights)
+        return self.logged(values, tf.shape(x)[0])
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return self.logged(self.values_of(x, y), tf.shape(x)[0])
+
+
+@program("bayesflow: ContinuousApproximator with the metrics of its networks")
+def metrics_made_by_the_step() -> Made:
+    """Metrics that the train_step and the test_step make when they are first traced."""
+    inputs = keras.Input((4,))
+    model = MakesMetrics(inputs, layers.Dense(3, "softmax")(layers.Dense(5, "tanh")(inputs)))
+    data = {"x": features(4), "y": labels()}
+    return Made(
+        model,
+        {"optimizer": sgd()},
+        fit(**data, validation_data=(data["x"][:11], data["y"][:11])),
+        evaluate={**data, "batch_size": BATCH},
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -318,17 +319,37 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
 
 
 def _build_metrics(model: keras.Model, specs: Any) -> None:
-    """Builds, in the scope, the metrics that only a step of the user's own builds.
+    """Builds, in the scope, the metrics that only a step of the user's own builds or makes.
 
     A metric that a replica's step builds would have variables of which that step knows nothing.
     """
-    for name, function in (
-        ("train_step", model.train_function),
-        ("test_step", model.test_function),
-    ):
+    makes_metrics = _makes_metrics(model)
+
+    def may_build(name: str, function: Any) -> bool:
         is_new = function is None and has_own_step(model, name)
-        if is_new and not all(m.variables for m in model.metrics):
-            _built_by_trace(model, getattr(model, name), specs)
+        return is_new and (makes_metrics or not all(m.variables for m in model.metrics))
+
+    is_traced = state_of(model).traced.optimizer_variables is not None
+    if may_build("train_step", model.train_function) and not is_traced:
+        _trace_without_effect(model, specs)
+    if may_build("test_step", model.test_function):
+        _built_by_trace(model, model.test_step, specs)
+
+
+# Keras calls these methods before a step, and in a scope.
+_BEFORE_STEPS = {"__init__", "build", "compile", "from_config"}
+
+
+def _makes_metrics(model: keras.Model) -> bool:
+    """Returns whether a step may make metrics: a method of the user's own names their class."""
+    classes = {n for n, v in vars(keras.metrics).items() if isinstance(v, type)}
+    return any(
+        classes & set(part.co_names)
+        for name, method in relocation.methods_of_user(model)
+        if name not in _BEFORE_STEPS and hasattr(method, "__code__")
+        for part in (method.__code__, *method.__code__.co_consts)
+        if isinstance(part, types.CodeType)
+    )
 
 
 def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) -> bool:

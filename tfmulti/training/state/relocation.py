@@ -229,15 +229,19 @@ class _Search:
             for name, value in attributes_of(owner)
             if name != trainer_state.ATTRIBUTE
         ]
-        for cls in type(owner).__mro__:
-            if not _is_of_library(cls.__module__):
-                places += [(v, n, _not_replaceable) for n, v in vars(cls).items() if callable(v)]
+        places += [(method, name, _not_replaceable) for name, method in methods_of_user(owner)]
         self._add(places)
 
 
 def _key_in_words(key: Any) -> str:
     """Returns a key of a dict for a name. The `repr` of a user's object may read its variables."""
     return repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
+
+
+def methods_of_user(owner: Any) -> list[tuple[str, Any]]:
+    """Returns the names and functions of the methods that no class of a library defines."""
+    classes = [cls for cls in type(owner).__mro__ if not _is_of_library(cls.__module__)]
+    return [(n, v) for cls in classes for n, v in vars(cls).items() if callable(v)]
 
 
 @functools.cache
