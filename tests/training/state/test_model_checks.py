@@ -64,6 +64,29 @@ def test_a_batch_that_a_model_cannot_compute_is_told_in_one_line(
     assert "\x1b" not in message
 
 
+class KeepsTable(Own):
+    """Makes a variable from what a layer computes, as retrieval models of KerasRS do."""
+
+    def build(self, shape: Any) -> None:
+        first = self.first(np.ones((2, 3), np.float32))
+        self.table = keras.Variable(first, trainable=False)
+        self.built = True
+
+
+def test_a_variable_that_build_makes_from_a_tensor_is_told() -> None:
+    model = KeepsTable(keras.layers.Dense(4))
+    model.compile("sgd", "mse")
+    tfmulti.prepare(model)
+    x = np.ones((4, 3), np.float32)
+    advice = r"Call the model on a batch before fit, and Keras makes the variable\.$"
+    with pytest.raises(tfmulti.ModelError, match=advice):
+        model.fit(x, x[:, :2], verbose=0)
+    called = KeepsTable(keras.layers.Dense(4))
+    called(x)
+    called.compile("sgd", "mse")
+    tfmulti.prepare(called).fit(x, x[:, :2], verbose=0)
+
+
 def test_an_error_that_does_not_come_from_the_data_stays() -> None:
     def fails(x: Any) -> Any:
         return x.no_such_attribute

@@ -240,9 +240,12 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
     reason = without_layer(str(cause)).strip().partition("\n")[0].rstrip(".")
     frames = [f for f in traceback.extract_tb(cause.__traceback__) if is_of_user(f.filename)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    advice = "Change the model or the data."
+    if "create a variable while in a stateless scope" in reason:
+        advice = "Call the model on a batch before fit, and Keras makes the variable."
     raise ModelError(
         f"{type(model).__name__} cannot compute a batch of inputs {inputs}: "
-        f"{reason or type(cause).__name__}{place}. Change the model or the data."
+        f"{reason or type(cause).__name__}{place}. {advice}"
     ) from error
 
 
