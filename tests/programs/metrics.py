@@ -504,3 +504,27 @@ def metrics_made_by_the_step() -> Made:
         fit(**data, validation_data=(data["x"][:11], data["y"][:11])),
         evaluate={**data, "batch_size": BATCH},
     )
+
+
+class Distances(keras.metrics.Mean):
+    """A mean of distances between texts of tokens, which NumPy computes."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        found = np.argmax(np.asarray(y_pred), -1)
+        return super().update_state(np.abs(found - np.asarray(y_true)[:, 0]))
+
+
+@program("KerasHub: EditDistance with run_eagerly=True")
+def metric_by_numpy_in_eager_mode() -> Made:
+    """A metric that needs the values of tensors, in eager mode."""
+    return Made(
+        classifier(),
+        {
+            "optimizer": sgd(),
+            "loss": SPARSE,
+            "metrics": [Distances(name="distance"), "accuracy"],
+            "run_eagerly": True,
+        },
+        fit(features(4), labels()[:, None]),
+        evaluate={"x": features(4), "y": labels()[:, None], "batch_size": BATCH},
+    )

@@ -21,6 +21,7 @@ from tfmulti.errors import ModelError, TfmultiError, without_layer
 from tfmulti.keras_patches.classes import original_classes
 from tfmulti.keras_patches.model_structure import build_from_specs, has_own_step, layers_of
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
+from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.state.user_lines import is_of_user
@@ -198,8 +199,7 @@ def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
     # compiled optimizer for all weights.
     by_trace = has_own_step(model, "train_step") and len(optimizers_of(model)) > 1
     try:
-        with model.distribute_strategy.scope():
-            build_from_specs(model, specs, with_optimizer=not by_trace)
+        _build_from_specs(model, specs, with_optimizer=not by_trace)
     except Exception as error:
         if isinstance(_cause_of(error), AttributeError):
             raise _cause_of(error) from None
@@ -217,6 +217,22 @@ def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
         build_optimizers(model, specs)
     if several:
         _build_metrics(model, specs)
+
+
+def _build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) -> None:
+    """Builds layers, losses, metrics and maybe the optimizer in the scope, as Keras does."""
+    with model.distribute_strategy.scope():
+        try:
+            build_from_specs(model, specs, with_optimizer=with_optimizer)
+        except Exception:
+            if not model.run_eagerly:
+                raise
+            # An eager metric may compute with NumPy, and then it cannot be traced. If Keras has
+            # built the metrics by now, it does not trace them a second time.
+            build_from_specs(model, specs, with_optimizer=with_optimizer)
+            parts = [part for m in model.metrics for part in getattr(m, "metrics", [m])]
+            if any(not m.variables and is_of_keras(type(m)) for m in parts):
+                raise
 
 
 def explain(model: keras.Model, specs: Any, error: Exception) -> None:
