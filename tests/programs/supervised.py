@@ -785,3 +785,28 @@ def variables_in_keys_of_a_dict() -> Made:
     return Made(
         classifier(ScaledByKeys()), {"optimizer": sgd(), "loss": SPARSE}, fit(features(4), labels())
     )
+
+
+class InHeads(layers.Layer):
+    """Splits features into heads by a shape with the number of rows, and mixes each row's heads."""
+
+    def call(self, x: Any) -> Any:
+        rows = ops.shape(x)[0]
+        heads = ops.reshape(x, (rows, -1, 2, 2))
+        heads = ops.roll(heads, 1, axis=1) + ops.fft2((heads, ops.zeros_like(heads)))[0]
+        return ops.reshape(heads, (rows, 12))
+
+
+@program("KerasHub: attention of images, and FNet")
+def features_reshaped_by_the_number_of_rows() -> Made:
+    """A reshape by the number of rows and -1, a Fourier transform, and dropout behind them."""
+    inputs = keras.Input((4,))
+    x = layers.Dropout(0.3)(InHeads()(layers.Dense(12, "tanh")(inputs)))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(x))
+    data = (features(4), labels())
+    return Made(
+        model,
+        {"optimizer": sgd(0.01), "loss": SPARSE},
+        fit(*data),
+        evaluate={"x": data[0], "y": data[1], "batch_size": BATCH},
+    )

@@ -219,6 +219,19 @@ def _along_last_axis(node: Node) -> Parts | None:
     return node.same_parts() if rank is not None and rank > 1 and all_rows else None
 
 
+def _along_last_axes(node: Node) -> Parts | None:
+    """Rule of operations on vectors, matrices or more, with numbers that are alike."""
+    return node.parts_if(
+        (node.ranks[0] or 0) > _LAST_AXES[node.op.type] and node.are_alike(node.labels[1:])
+    )
+
+
+def _rolled(node: Node) -> Parts | None:
+    """Rule of entries that move along axes, which must not be that of the rows."""
+    axes, rank = node.static(2), node.ranks[0]
+    return node.parts_if(axes is not None and rank and np.all(axes % rank))
+
+
 def _top_of_last_axis(node: Node) -> Parts | None:
     """Rule of operations that select from the last axis of the first input."""
     return node.parts_if((node.ranks[0] or 0) > 1 and node.are_alike(node.labels[1:]))
@@ -410,15 +423,16 @@ _LINEAR_IN_FIRST = {
     *("Squeeze", "StridedSlice", "Sum", "Transpose", "Unpack"),
 }
 _ELEMENTWISE = """
-    Abs Acos Acosh Add AddN AddV2 Asin Asinh Atan Atan2 Atanh BiasAdd Bitcast BitwiseAnd
-    BitwiseOr BitwiseXor Cast Ceil CheckNumerics ClipByValue Cos Cosh Digamma Div DivNoNan Elu
-    EluGrad Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
-    Identity Inv IsFinite IsInf IsNan LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p
-    LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Neg NextAfter NotEqual
-    OnesLike Pow PreventGradient RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad
-    Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh
-    Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
-    StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike
+    Abs Acos Acosh Add AddN AddV2 Angle Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e BiasAdd
+    Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics ClipByValue Complex
+    ComplexAbs Conj Cos Cosh Digamma Div DivNoNan Elu EluGrad Equal Erf Erfc Erfinv Exp Expm1 Floor
+    FloorDiv FloorMod Greater GreaterEqual Identity Igamma Igammac Imag Inv IsFinite IsInf IsNan
+    LeakyRelu LeakyReluGrad Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
+    Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Pow PreventGradient Real RealDiv
+    Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad Select
+    SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign
+    SoftsignGrad Sqrt SqrtGrad Square SquaredDifference StopGradient Sub Tan Tanh TanhGrad
+    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy ZerosLike
 """
 _OF_TEXTS = """
     AsString RegexFullMatch RegexReplace StaticRegexFullMatch StaticRegexReplace StringJoin
@@ -432,6 +446,14 @@ _BY_WEIGHTS = """
 _ALONG_LAST_AXIS = """
     LogSoftmax Softmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
 """
+# How many of the last axes these operations read together.
+_LAST_AXES = {
+    **dict.fromkeys(("FFT", "IFFT", "IRFFT", "MatrixDiagV3", "RFFT"), 1),
+    **dict.fromkeys(("FFT2D", "IFFT2D", "IRFFT2D", "RFFT2D"), 2),
+    **dict.fromkeys(("Cholesky", "LogMatrixDeterminant", "MatrixBandPart", "MatrixDeterminant"), 2),
+    **dict.fromkeys(("MatrixDiagPartV3", "MatrixInverse", "Qr", "SelfAdjointEigV2", "Svd"), 2),
+    **dict.fromkeys(("FFT3D", "IFFT3D", "IRFFT3D", "RFFT3D"), 3),
+}
 _ALONG_GIVEN_AXES = """
     All Any ArgMax ArgMin Cumprod Cumsum EuclideanNorm Max Mean Min Prod ReverseV2 Sum
 """
@@ -440,6 +462,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_BY_WEIGHTS.split(), _first_by_others),
     **dict.fromkeys(_ALONG_LAST_AXIS.split(), _along_last_axis),
     **dict.fromkeys(_ALONG_GIVEN_AXES.split(), _not_along_rows),
+    **dict.fromkeys(_LAST_AXES, _along_last_axes),
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _of_matrices),
     **dict.fromkeys(("Split", "SplitV"), _split),
     **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "Tile"), _widened),
@@ -453,6 +476,7 @@ _RULES: dict[str, Rule] = {
     "OneHot": _one_hot,
     "Pack": _stacked,
     "Reshape": _reshaped,
+    "Roll": _rolled,
     "Slice": _sliced,
     "Squeeze": _squeezed,
     "StridedSlice": _strided,
