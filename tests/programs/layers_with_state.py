@@ -436,7 +436,7 @@ class KeepsSkips(layers.Layer):
         self.by_name: dict[str, Any] = {}
 
     def call(self, x: Any, training: bool | None = None) -> Any:
-        self.skips = []
+        self.skips.clear()
         self.by_name.clear()
         self.outputs_of_blocks = [x]
         for number, (block, norm) in enumerate(zip(self.blocks, self.norms, strict=True)):
