@@ -546,11 +546,8 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
             return GLOBAL
         return MEAN if is_mean and first.kind is Kind.ROWS else SUM
     parts = parts_after(node)
-    if (
-        node.op.type == "Reshape"
-        and first.has_rows
-        and parts_counted(node.op.inputs[1]) == (first.parts)
-    ):
+    is_reshape = node.op.type == "Reshape" and first.has_rows
+    if is_reshape and parts_counted(node.op.inputs[1]) == first.parts:
         # The first axis stays as it is, whatever the sizes of the others are.
         parts = first.parts
     takes_shape = any(counts_own_rows(node.op, i) for i in range(len(node.labels)))
