@@ -342,11 +342,10 @@ def _build_metrics(model: keras.Model, specs: Any) -> None:
 
     A metric that a replica's step builds would have variables of which that step knows nothing.
     """
-    makes_metrics = _makes_metrics(model)
 
     def may_build(name: str, function: Any) -> bool:
         is_new = function is None and has_own_step(model, name)
-        return is_new and (makes_metrics or not all(m.variables for m in model.metrics))
+        return is_new and (not all(m.variables for m in model.metrics) or _makes_metrics(model))
 
     is_traced = state_of(model).traced.optimizer_variables is not None
     if may_build("train_step", model.train_function) and not is_traced:
