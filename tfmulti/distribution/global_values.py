@@ -271,8 +271,8 @@ def _gradient_of_sums(
     """Returns the gradient of rows that are summed over all replicas, and of means.
 
     A BatchNormalization takes the gradients behind it for parts of a mean over the replicas. So
-    those of rows are divided by the weight. It is multiplied again in the gradient by rows, and by
-    `reduce_gradients` in that by variables.
+    the gradients that begin at rows are divided by this replica's weight. Later `_by_source`
+    multiplies the gradients by rows with the weight, and `reduce_gradients` those by variables.
     """
     inverse_weight = tf.math.reciprocal_no_nan(replica_slice.weight)
 

@@ -42,9 +42,9 @@ def normalized(
     Args:
         replica_slice: this replica's slice.
         x: this replica's values, float32, with the channels on the last axis.
-        gamma: what each normalized channel is multiplied by.
-        beta: what is then added to each channel.
-        epsilon: what is added to the variance.
+        gamma: the factor of each normalized channel.
+        beta: the number that is then added to each channel.
+        epsilon: the number that is added to the variance.
     """
     is_image = x.shape.rank == 4
     shape = tf.shape(x)
@@ -176,9 +176,9 @@ def _gradients_of_slice(
         replica_slice: this replica's slice.
         dy: this replica's gradient with respect to the normalized values.
         x: this replica's values.
-        gamma: what each channel is multiplied by.
+        gamma: the factor of each channel.
         statistics: count, mean and variance of the global batch.
-        epsilon: what is added to the variance.
+        epsilon: the number that is added to the variance.
     """
     total, mean, variance = statistics
     # These gradients treat mean and variance as constants. The gradient that flows through both of
@@ -215,9 +215,9 @@ def _gradients(
     Args:
         dy: the gradient with respect to the normalized values.
         x: the values.
-        gamma: what each channel is multiplied by.
+        gamma: the factor of each channel.
         statistics: count, mean and variance.
-        epsilon: what is added to the variance.
+        epsilon: the number that is added to the variance.
         is_training: whether mean and variance depend on the values.
     """
     count, mean, variance = statistics

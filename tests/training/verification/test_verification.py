@@ -165,7 +165,7 @@ def test_a_step_that_prints_or_writes_is_told_once(
 
 @pytest.mark.parametrize("operation", sorted({*OUTPUTS.values()}))
 def test_a_step_that_prints_or_writes_is_not_run_for_one_row(operation: str) -> None:
-    """What it writes there would be one value more."""
+    """Each run of the step writes a value, so one more run would write one value too many."""
     assert plain_run._NOT_FOR_ONE_ROW.search(operation)
 
 
