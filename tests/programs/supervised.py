@@ -717,6 +717,17 @@ def several_losses_of_one_output() -> Made:
     )
 
 
+@program("targets with an axis less than the outputs of a recurrent layer")
+def targets_broadcast_to_all_pairs() -> Made:
+    """Outputs [rows, 1, 2] and targets [rows, 2]: Keras' losses and metrics compare all pairs."""
+    inputs = keras.Input((1, 3))
+    model = keras.Model(inputs, layers.LSTM(2, return_sequences=True)(inputs))
+    y = features(2)
+    loss = {"optimizer": sgd(), "loss": keras.losses.Huber(), "metrics": ["mae"]}
+    given = fit(features(1, 3), y, validation_data=(features(1, 3), y))
+    return Made(model, loss, given)
+
+
 class PreparesItsData(keras.Model):
     """Scales arrays before `fit`, `evaluate` and `predict`, as the tasks of KerasHub do."""
 

@@ -111,6 +111,27 @@ def have_rows(*values: Any) -> bool:
     return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
 
 
+# Keras' functions whose targets have fewer axes than the predictions.
+_OF_FEWER_AXES = (
+    keras.losses.ctc,
+    keras.losses.sparse_categorical_crossentropy,
+    keras.metrics.sparse_categorical_accuracy,
+    keras.metrics.sparse_top_k_categorical_accuracy,
+)
+
+
+def pairs_rows(function: Any, y_true: Any, y_pred: Any) -> bool:
+    """Returns whether a loss or metric of Keras pairs each row of the targets with the same row.
+
+    If the two have different numbers of axes, TensorFlow broadcasts them: targets of the shape
+    `(rows, 4)` and predictions of the shape `(rows, 1, 4)` give a value for each pair of rows.
+    """
+    if function in _OF_FEWER_AXES or not all(isinstance(v, tf.Tensor) for v in (y_true, y_pred)):
+        return True
+    true, pred = loss_module.squeeze_or_expand_to_same_rank(y_true, y_pred)
+    return bool(true.shape.rank == pred.shape.rank)
+
+
 def weigh_rows(replica_slice: ReplicaSlice, weights: Any) -> bool:
     """Returns whether weights are right as they are for the values of this replica's rows."""
     kinds = {row_labels.label_of(leaf).kind for leaf in tf.nest.flatten(weights)}
@@ -144,9 +165,10 @@ def _loss_of_all_rows(
     """
     compute = functools.partial(original, loss)
     rank = y_pred.shape.rank if isinstance(y_pred, tf.Tensor) else None
+    function = getattr(loss, "fn", type(loss))
     # A subclass of one of Keras' losses may compute its values in another way.
-    is_keras = is_of_keras(type(loss).call) and is_of_keras(getattr(loss, "fn", type(loss)))
-    is_keras = is_keras and not is_along_rows(loss, rank)
+    is_keras = is_of_keras(type(loss).call) and is_of_keras(function)
+    is_keras = is_keras and not is_along_rows(loss, rank) and pairs_rows(function, y_true, y_pred)
     if global_values.are_known(replica_slice):
         are_rows = have_rows(y_true, y_pred) and weigh_rows(replica_slice, sample_weight)
         with by_rows.set_to(is_keras and are_rows):

@@ -27,7 +27,14 @@ from keras.src.losses import loss as loss_module
 from tfmulti.distribution import global_values, losses, row_labels
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computing
 from tfmulti.distribution.row_rules import Kind
-from tfmulti.keras_patches.losses import ATTACHED, by_rows, have_rows, note_trusted, weigh_rows
+from tfmulti.keras_patches.losses import (
+    ATTACHED,
+    by_rows,
+    have_rows,
+    note_trusted,
+    pairs_rows,
+    weigh_rows,
+)
 from tfmulti.keras_patches.model_structure import is_along_rows
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 
@@ -128,9 +135,9 @@ def _metric_of_all_rows(
     has_labels = global_values.are_known(replica_slice)
     kind = row_labels.label_of(values).kind if has_labels else Kind.LOCAL
     unknown = kind is Kind.LOCAL
-    is_keras = is_of_keras(metric._fn) and not is_along_rows(
-        metric, tf.convert_to_tensor(y_pred).shape.rank
-    )
+    rank = tf.convert_to_tensor(y_pred).shape.rank
+    is_keras = is_of_keras(metric._fn) and not is_along_rows(metric, rank)
+    is_keras = is_keras and pairs_rows(metric._fn, y_true, y_pred)
     trusted = is_keras and (unknown or have_rows(y_true, y_pred))
 
     def update_by_values() -> Any:
