@@ -208,6 +208,7 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "loop with a pass for each row": lambda x: _repeated(
         lambda i, z: [tf.tanh(z @ WEIGHT)], x, again=lambda i, z: i < tf.shape(x)[0]
     )[0],
+    "rank of squeezed rows": lambda x: tf.rank(tf.squeeze(x)),
     "numbered": lambda x: x * tf.range(tf.cast(tf.shape(x)[0], tf.float32))[:, None],
 }
 

@@ -728,6 +728,21 @@ def targets_broadcast_to_all_pairs() -> Made:
     return Made(model, loss, given)
 
 
+class SqueezedStep(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return tf.norm(tf.squeeze(self(x)) - tf.squeeze(y))
+
+
+@program("a loss of outputs from which tf.squeeze removes all axes of size 1")
+def squeezed_outputs() -> Made:
+    """A step with tf.squeeze, and a last batch with one row for a replica."""
+    inputs = keras.Input((4,))
+    model = SqueezedStep(inputs, layers.Dense(1)(inputs))
+    rows = BATCH + 2
+    given = fit(features(4, rows=rows), features(1, rows=rows))
+    return Made(model, {"optimizer": sgd()}, given)
+
+
 class PreparesItsData(keras.Model):
     """Scales arrays before `fit`, `evaluate` and `predict`, as the tasks of KerasHub do."""
 

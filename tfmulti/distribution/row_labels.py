@@ -395,7 +395,8 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
     # Each call of a stateful operation may give another value, such as a random number.
     if op.op_def.is_stateful and op.type not in _READERS | _SOURCES:
         return local(f"the operation {op.name!r} ({op.type})")
-    if kinds <= {Kind.ALIKE} or op.type == "Rank":
+    # `tf.squeeze` removes the axis of the rows if there is one row, so a rank may depend on them.
+    if kinds <= {Kind.ALIKE} or (op.type == "Rank" and inputs[0].has_rows):
         return ALIKE
     if op.type in ("Shape", "Size"):
         return _counted(marks, output, inputs[0])
