@@ -50,7 +50,7 @@ from tfmulti.training.input.feed import (
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.worker_batch import WorkerBatch
-from tfmulti.training.loop import loops, same_data
+from tfmulti.training.loop import data_notes, loops, same_data
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -393,7 +393,10 @@ class DistributedModel(keras.Model):
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
             if verbose not in (0, "0"):
-                same_data.print_order(self, feed, seeds)
+                data_notes.print_order(self, feed, seeds)
+                data_notes.print_steps(self, feed, "steps_per_epoch", steps_per_epoch)
+                if validation is not None:
+                    data_notes.print_steps(self, validation, "validation_steps", validation_steps)
                 print_draws(self)
             state = state_of(self)
             state.specs = feed.data.specs
@@ -480,6 +483,8 @@ class DistributedModel(keras.Model):
             feed = make_feed(data, self._placement, state_of(self).reading, "evaluate")
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
+        if verbose not in (0, "0") and not in_fit:
+            data_notes.print_steps(self, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         # `fit` uses its feed again in the next validation.
@@ -513,6 +518,8 @@ class DistributedModel(keras.Model):
         if self._placement.workers > 1:
             same_data.check_same_data(self, feed)
         count = _steps_of(feed, steps)
+        if verbose not in (0, "0") and steps is not None:
+            data_notes.print_steps(self, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):

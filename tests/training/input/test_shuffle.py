@@ -98,22 +98,3 @@ def test_a_resumed_run_keeps_its_order(tmp_path: Path, first: int | None, then: 
     whole = trained(first, tmp_path / "whole", 2)
     trained(first, tmp_path / "stopped", 1)
     assert np.array_equal(trained(then, tmp_path / "stopped", 2), whole)
-
-
-def test_fit_says_that_a_pydataset_has_another_order(capsys: pytest.CaptureFixture[str]) -> None:
-    class Batches(keras.utils.PyDataset):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> Any:
-            return X[index * 8 : index * 8 + 8], X[index * 8 : index * 8 + 8]
-
-    with make_strategy("one_device").scope():
-        model = prepare(new_model())
-        model.compile("sgd", "mse")
-    model.fit(Batches(), epochs=1, verbose=0)
-    model.fit(Batches(), epochs=1, verbose=2, shuffle=False)
-    assert "PyDataset" not in capsys.readouterr().out
-    model.fit(Batches(), epochs=1, verbose=2)
-    model.fit(Batches(), epochs=1, verbose=2)
-    assert capsys.readouterr().out.count("the PyDataset's batches have an order of tfmulti") == 1

@@ -12,12 +12,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmulti.config.console import speaker
 from tfmulti.distribution.agreement import gather, gather_bytes
-from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.random_numbers import global_seed
-from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.state.trainer_state import state_of
@@ -43,19 +40,6 @@ def draw_shuffle(model: keras.Model, kind: bool | str) -> Shuffle:
     # The first worker is the chief.
     seed, has_keras_seed, keras_seed = gather(model.distribute_strategy, seeds)[0]
     return Shuffle(seed, keras_seed if has_keras_seed else None, kind == "batch")
-
-
-def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None:
-    """Prints once, on the chief, that a PyDataset is not read in the order of plain Keras."""
-    state = state_of(model)
-    if shuffle is None or not isinstance(feed, PyDatasetFeed) or "order" in state.told:
-        return
-    state.told.add("order")
-    speaker(placement_of(model.distribute_strategy).is_chief)(
-        "order",
-        f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not that "
-        "of plain Keras; fit(shuffle=False) keeps the order of the batches",
-    )
 
 
 def check_same_data(model: keras.Model, *feeds: Feed | None) -> None:

@@ -1,0 +1,107 @@
+"""Tests of what `fit` prints where plain Keras would read the data otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import make_strategy, prepare
+
+X = np.arange(32.0, dtype=np.float32)[:, None] / 32.0
+ENDLESS = tf.data.Dataset.from_tensor_slices((X, X)).batch(8).repeat()
+
+
+def compiled(*, by_tfmulti: bool = True, **options: Any) -> keras.Model:
+    scope = make_strategy("one_device").scope() if by_tfmulti else contextlib.nullcontext()
+    with scope:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        if by_tfmulti:
+            prepare(model)
+        model.compile("sgd", "mse", **options)
+    return model
+
+
+def test_fit_says_that_a_pydataset_has_another_order(capsys: pytest.CaptureFixture[str]) -> None:
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            return X[index * 8 : index * 8 + 8], X[index * 8 : index * 8 + 8]
+
+    model = compiled()
+    model.fit(Batches(), epochs=1, verbose=0)
+    model.fit(Batches(), epochs=1, verbose=2, shuffle=False)
+    assert "PyDataset" not in capsys.readouterr().out
+    model.fit(Batches(), epochs=1, verbose=2)
+    model.fit(Batches(), epochs=1, verbose=2)
+    assert capsys.readouterr().out.count("the PyDataset's batches have an order of tfmulti") == 1
+
+
+def batches() -> Iterator[Any]:
+    for start in range(0, 32, 8):
+        yield X[start : start + 8], X[start : start + 8]
+
+
+def test_fit_says_that_plain_keras_counts_the_end_of_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = compiled()
+    model.fit(batches(), verbose=0)
+    model.fit(batches(), verbose=2, steps_per_epoch=4)
+    model.predict(batches(), verbose=2)
+    assert "plain Keras" not in capsys.readouterr().out
+    steps_before = int(model.optimizer.iterations)
+    model.fit(batches(), verbose=2)
+    model.evaluate(batches(), verbose=2)
+    assert capsys.readouterr().out.count("plain Keras takes one step more at its end") == 1
+    assert int(model.optimizer.iterations) - steps_before == 4
+
+
+def test_plain_keras_counts_the_end_of_data() -> None:
+    """If it no longer does so, the line that `fit` prints can go."""
+    model = compiled(by_tfmulti=False)
+    model.fit(batches(), verbose=0)
+    assert int(model.optimizer.iterations) == 5
+
+
+def test_an_execution_of_several_steps_has_no_step_at_the_end_of_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compiled(steps_per_execution=2).fit(batches(), verbose=2)
+    assert "plain Keras" not in capsys.readouterr().out
+
+
+def test_fit_says_that_plain_keras_takes_whole_executions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given: dict[str, Any] = {"validation_data": ENDLESS, "validation_steps": 1}
+    model = compiled(steps_per_execution=2)
+    model.fit(ENDLESS, steps_per_epoch=3, verbose=2, **given)
+    assert int(model.optimizer.iterations) == 3
+    model.evaluate(ENDLESS, steps=3, verbose=2)
+    told = capsys.readouterr().out
+    for argument, steps, more in (
+        ("steps_per_epoch", 3, 4),
+        ("validation_steps", 1, 2),
+        ("steps", 3, 4),
+    ):
+        assert f" {argument}={steps} is no multiple of steps_per_execution=2" in told
+        assert f"{steps} steps are taken, where plain Keras takes {more}" in told
+    plain = compiled(by_tfmulti=False, steps_per_execution=2)
+    plain.fit(ENDLESS, steps_per_epoch=3, verbose=0)
+    assert int(plain.optimizer.iterations) == 4
+
+
+def test_steps_that_plain_keras_takes_too_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = compiled(steps_per_execution=3)
+    model.fit(X, X, batch_size=8, verbose=2)
+    model.fit(X, X, batch_size=8, steps_per_epoch=4, verbose=2)
+    model.fit(ENDLESS, steps_per_epoch=3, verbose=2)
+    assert "plain Keras" not in capsys.readouterr().out
