@@ -453,3 +453,27 @@ class KeepsSkips(layers.Layer):
 def tensors_collected_in_lists() -> Made:
     """Lists and a dict that a layer fills with tensors, while replicas wait for each other."""
     return _with(KeepsSkips())
+
+
+class CountedClasses(keras.Model):
+    """Weighs the class of each row by the number of rows of the batch that have this class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = layers.CategoryEncoding(3, output_mode="count")
+        self.last = layers.Dense(3)
+
+    def build(self, shape: Any) -> None:
+        self.last.build((None, 3))
+
+    def call(self, classes: Any) -> Any:
+        # Keras takes the batch for one example, because it has no further axis.
+        return self.last(ops.one_hot(classes, 3) * self.counts(classes)[None])
+
+
+@program("counts of the classes of a batch")
+def layer_that_counts_all_rows() -> Made:
+    """A layer of Keras that counts classes over the rows, as in weights of rare classes."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    given = fit(labels(), labels(), validation_data=(labels(), labels()))
+    return Made(CountedClasses(), {"optimizer": sgd(), "loss": loss}, given)

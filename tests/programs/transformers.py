@@ -383,3 +383,15 @@ def patches_with_learned_positions() -> Made:
         },
         fit(features(LENGTH, WIDTH), labels()),
     )
+
+
+@program("attention on vectors instead of sequences")
+def attention_between_the_rows() -> Made:
+    """Layers of attention that get one vector for each row, and so attend to all rows."""
+    inputs = keras.Input((WIDTH,))
+    hidden = layers.Dense(WIDTH, "tanh")(inputs)
+    attended = layers.Attention()([hidden, hidden])
+    model = keras.Model(inputs, layers.Dense(1)(layers.AdditiveAttention()([attended, hidden])))
+    x, y = features(WIDTH), features(1)
+    compiled = {"optimizer": adam(), "loss": "mse", "metrics": ["mae"]}
+    return Made(model, compiled, fit(x, y, validation_data=(x, y)))

@@ -34,6 +34,7 @@ from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.model_structure import (
     all_metric_variables,
     has_own_activation,
+    input_rank_of,
     is_along_rows,
     is_seed,
     layers_of,
@@ -204,7 +205,7 @@ def has_own_layers(model: keras.Model) -> bool:
     """Returns whether a model has layers, a `call` or activations of the user's own.
 
     An operation of a functional model counts, too. It may call a function of the user's own, as
-    `keras.ops.scan` does.
+    `keras.ops.scan` does. So does a layer that computes along the axis of the rows.
     """
     if operations_of(model):
         return True
@@ -212,6 +213,8 @@ def has_own_layers(model: keras.Model) -> bool:
         # Keras' models call their layers in order.
         only_holds = isinstance(layer, keras.Model) and is_of_keras(type(layer).call)
         if has_own_activation(layer) or not (only_holds or _is_layer_of_keras(layer)):
+            return True
+        if is_along_rows(layer, input_rank_of(layer)):
             return True
     return False
 

@@ -250,6 +250,17 @@ def is_along_rows(part: Any, rank: int | None) -> bool:
         # The first axis of the outputs must be that of the inputs, which has no weights.
         inputs, weights, outputs = re.split(",|->", part.equation)
         return inputs[0] != outputs[0] or inputs[0] in weights
+    if isinstance(part, keras.layers.Attention):
+        # It compares the entries of the axis before the last one.
+        return rank == 2
+    if isinstance(part, keras.layers.TextVectorization):
+        # The longest text of a batch decides how many tokens each text has.
+        options = part.get_config()
+        return options["output_mode"] == "int" and options["output_sequence_length"] is None
+    is_category_layer = getattr(part, "output_mode", None) in ("multi_hot", "count")
+    if rank == 1 and (is_category_layer or isinstance(part, keras.layers.Activation)):
+        # These layers take a batch without further axes for one example.
+        return True
     axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))
     axis = getattr(part, "attention_axes", axis)
     axes = axis if isinstance(axis, (list, tuple)) else [axis]

@@ -180,14 +180,14 @@ def _model(case: str, **options: Any) -> keras.Model:
     return prepare(model)
 
 
-def _numbers(model: keras.Model) -> Any:
+def _numbers(model: keras.Model, x: Any = DATA["x"]) -> Any:
     """Returns the numbers of two calls of `evaluate` and `predict`, and the state afterwards."""
-    found = []
+    found, data = [], {**DATA, "x": x}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            found.append(model.evaluate(**DATA, y=TARGETS, return_dict=True))
-            found.append(model.predict(**DATA))
+            found.append(model.evaluate(**data, y=TARGETS, return_dict=True))
+            found.append(model.predict(**data))
     found.append([np.asarray(v) for v in model.variables if "seed" not in v.path])
     return [np.asarray(value).tolist() for value in keras.tree.flatten(found)]
 
@@ -247,23 +247,51 @@ def evaluated_with_a_layer() -> Any:
     return _numbers(prepare(model))
 
 
-def evaluated_spectrograms() -> Any:
-    """Returns the numbers of a model whose spectrograms are relative to the loudest of all rows."""
+def _spectrograms(x: Any) -> Any:
+    """Returns spectrograms that are relative to the loudest of all rows."""
+    return keras.layers.MelSpectrogram(
+        fft_length=4,
+        sequence_stride=2,
+        num_mel_bins=2,
+        sampling_rate=100,
+        min_freq=1.0,
+        top_db=5.0,
+    )(x)
+
+
+# Layers of Keras that compute along the axis of the rows.
+ALONG_ROWS: dict[str, Callable[[Any], Any]] = {
+    "spectrograms": _spectrograms,
+    "softmax": lambda x: keras.layers.Reshape((1,))(
+        keras.layers.Activation("softmax")(keras.ops.max(x, -1))
+    ),
+    "attention": lambda x: keras.layers.Attention()([x, x]),
+    "additive attention": lambda x: keras.layers.AdditiveAttention()([x, x]),
+}
+
+
+def evaluated_along_rows(case: str) -> Any:
+    """Returns the numbers of a model with one of the layers `ALONG_ROWS`."""
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         inputs = keras.Input((6,))
-        spectrograms = keras.layers.MelSpectrogram(
-            fft_length=4,
-            sequence_stride=2,
-            num_mel_bins=2,
-            sampling_rate=100,
-            min_freq=1.0,
-            top_db=5.0,
-        )(inputs)
-        outputs = keras.layers.Dense(3)(keras.layers.Flatten()(spectrograms))
-        model = keras.Model(inputs, outputs)
+        features = keras.layers.Flatten()(ALONG_ROWS[case](inputs))
+        model = keras.Model(inputs, keras.layers.Dense(3)(features))
         model.compile("sgd", "mse")
     return _numbers(prepare(model))
+
+
+def evaluated_texts() -> Any:
+    """Returns the numbers of a model that gives each text as many tokens as the longest one has."""
+    keras.utils.set_random_seed(1)
+    texts = tf.constant([" ".join("ab"[: 1 + i % 2] * (i % 5 + 1)) for i in range(61)])
+    with here.strategy.scope():
+        inputs = keras.Input((), dtype="string")
+        tokens = keras.layers.TextVectorization(vocabulary=["a", "b"])(inputs)
+        features = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(4, 3)(tokens))
+        model = keras.Model(inputs, features)
+        model.compile("sgd", "mse")
+    return _numbers(prepare(model), texts)
 
 
 class Remembers(keras.layers.Layer):

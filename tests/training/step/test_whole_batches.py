@@ -28,7 +28,7 @@ def flat(value: Any) -> list[float]:
         *((whole_batches.evaluated_parts, kind) for kind in ("ragged", "ragged twice", "sparse")),
         *((whole_batches.computed_from_batches_of_any_size, case) for case in ("ratio", "python")),
         (whole_batches.evaluated_with_a_layer, None),
-        (whole_batches.evaluated_spectrograms, None),
+        *((whole_batches.evaluated_along_rows, case) for case in whole_batches.ALONG_ROWS),
         (whole_batches.remembered_in_predictions, None),
         (whole_batches.evaluated_without_bad_examples, None),
         (whole_batches.evaluated_in_eager_mode, None),
@@ -44,6 +44,11 @@ def test_values_that_are_not_understood_are_those_of_one_device(
 ) -> None:
     for worker in results:
         assert flat(worker) == pytest.approx(flat(one_device), abs=1e-6, rel=1e-6)
+
+
+@behaviour(whole_batches.evaluated_texts, at=[THREE_REPLICAS])
+def test_texts_have_as_many_tokens_as_on_one_device(results: list[Any], one_device: Any) -> None:
+    assert flat(results[0]) == pytest.approx(flat(one_device), abs=1e-6, rel=1e-6)
 
 
 @behaviour(whole_batches.evaluated_with_a_layer_of_one_worker, at=[TWO_WORKERS])
