@@ -394,9 +394,13 @@ class DistributedModel(keras.Model):
             self.stop_training = False
             if verbose not in (0, "0"):
                 data_notes.print_order(self, feed, seeds)
-                data_notes.print_steps(self, feed, "steps_per_epoch", steps_per_epoch)
+                data_notes.print_steps(
+                    self, x, feed, "steps_per_epoch", steps_per_epoch, epochs - initial_epoch
+                )
                 if validation is not None:
-                    data_notes.print_steps(self, validation, "validation_steps", validation_steps)
+                    data_notes.print_steps(
+                        self, xv, validation, "validation_steps", validation_steps
+                    )
                 print_draws(self)
             state = state_of(self)
             state.specs = feed.data.specs
@@ -484,7 +488,7 @@ class DistributedModel(keras.Model):
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
         if verbose not in (0, "0") and not in_fit:
-            data_notes.print_steps(self, feed, "steps", steps)
+            data_notes.print_steps(self, x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         # `fit` uses its feed again in the next validation.
@@ -519,7 +523,7 @@ class DistributedModel(keras.Model):
             same_data.check_same_data(self, feed)
         count = _steps_of(feed, steps)
         if verbose not in (0, "0") and steps is not None:
-            data_notes.print_steps(self, feed, "steps", steps)
+            data_notes.print_steps(self, x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):

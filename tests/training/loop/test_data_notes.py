@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfmulti import make_strategy, prepare
+from tfmulti.data.arrays import ArraySource
 
 X = np.arange(32.0, dtype=np.float32)[:, None] / 32.0
 ENDLESS = tf.data.Dataset.from_tensor_slices((X, X)).batch(8).repeat()
@@ -99,9 +100,26 @@ def test_fit_says_that_plain_keras_takes_whole_executions(
     assert int(plain.optimizer.iterations) == 4
 
 
+def test_fit_says_that_plain_keras_ends_an_epoch_where_arrays_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = compiled()
+    model.fit(X, X, batch_size=8, steps_per_epoch=3, epochs=2, verbose=2)
+    assert int(model.optimizer.iterations) == 6
+    told = "does not divide the 4 batches of the arrays"
+    assert capsys.readouterr().out.count(told) == 1
+    compiled().fit(ArraySource((X, X)), batch_size=8, steps_per_epoch=3, verbose=2)
+    assert told not in capsys.readouterr().out
+    plain = compiled(by_tfmulti=False)
+    plain.fit(X, X, batch_size=8, steps_per_epoch=3, epochs=2, verbose=0)
+    assert int(plain.optimizer.iterations) == 4
+
+
 def test_steps_that_plain_keras_takes_too_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
     model = compiled(steps_per_execution=3)
     model.fit(X, X, batch_size=8, verbose=2)
     model.fit(X, X, batch_size=8, steps_per_epoch=4, verbose=2)
+    compiled().fit(X, X, batch_size=8, steps_per_epoch=2, epochs=3, verbose=2)
+    compiled().fit(X, X, batch_size=8, steps_per_epoch=3, verbose=2)
     model.fit(ENDLESS, steps_per_epoch=3, verbose=2)
     assert "plain Keras" not in capsys.readouterr().out

@@ -5,9 +5,12 @@ Each difference is printed once for a model, by the chief.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from tfmulti.config.console import speaker
+from tfmulti.data.source import Source
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.training.input.dataset_feed import PyDatasetFeed
 from tfmulti.training.input.interface import Feed
@@ -26,19 +29,26 @@ def print_order(model: keras.Model, feed: Feed, shuffle: Shuffle | None) -> None
         )
 
 
-def print_steps(model: keras.Model, feed: Feed, argument: str, steps: int | None) -> None:
-    """Prints that plain Keras would take more steps, if that is so.
+def print_steps(
+    model: keras.Model, data: Any, feed: Feed, argument: str, steps: int | None, epochs: int = 1
+) -> None:
+    """Prints that plain Keras would take other steps, if that is so.
 
     Plain Keras takes a step that finds no data if only reading tells how long the data is. If an
-    execution has several steps, it takes whole executions as long as there is data.
+    execution has several steps, it takes whole executions as long as there is data. It ends an
+    epoch where arrays end.
 
     Args:
         model: the prepared and compiled model.
-        feed: the data.
+        data: the data, as the user gave it. Plain Keras cannot read a source of tfmulti.
+        feed: the feed of the data.
         argument: the name of the argument that tells the number of steps.
         steps: the value of this argument.
+        epochs: the number of epochs that take so many steps each.
     """
     at_once, length = int(model.steps_per_execution), feed.data.steps
+    if isinstance(data, Source):
+        return
     if steps is None:
         if length is None and at_once == 1 and not model.run_eagerly:
             _print_once(
@@ -50,7 +60,15 @@ def print_steps(model: keras.Model, feed: Feed, argument: str, steps: int | None
             )
         return
     taken = -(-steps // at_once) * at_once
-    if taken > steps and (length is None or length > steps):
+    is_of_epochs = argument == "steps_per_epoch" and feed.data.endless
+    if is_of_epochs and length is not None and length % steps and length < steps * epochs:
+        _print_once(
+            model,
+            "steps",
+            f"steps_per_epoch={steps} does not divide the {length} batches of the arrays; after "
+            "the last batch the epoch goes on with the first, where plain Keras ends it",
+        )
+    elif taken > steps and (length is None or length > steps):
         _print_once(
             model,
             argument,
@@ -60,7 +78,7 @@ def print_steps(model: keras.Model, feed: Feed, argument: str, steps: int | None
 
 
 def _print_once(model: keras.Model, topic: str, text: str) -> None:
-    """Prints a difference on the chief, unless it was printed for this model before."""
+    """Prints a difference on the chief, unless one of this topic was printed for this model."""
     state = state_of(model)
     if topic not in state.told:
         state.told.add(topic)
