@@ -108,7 +108,7 @@ def test_fit_says_that_plain_keras_ends_an_epoch_where_arrays_end(
     assert int(model.optimizer.iterations) == 6
     told = "does not divide the 4 batches of the arrays"
     assert capsys.readouterr().out.count(told) == 1
-    compiled().fit(ArraySource((X, X)), batch_size=8, steps_per_epoch=3, verbose=2)
+    compiled().fit(ArraySource((X, X)), batch_size=8, steps_per_epoch=3, epochs=2, verbose=2)
     assert told not in capsys.readouterr().out
     plain = compiled(by_tfmulti=False)
     plain.fit(X, X, batch_size=8, steps_per_epoch=3, epochs=2, verbose=0)
