@@ -43,7 +43,6 @@ from tfmulti.training.checkpoint.callback import Checkpoint
 from tfmulti.training.input.feed import (
     DataArguments,
     array_source,
-    make_feed,
     split_off_validation,
     weights_of_classes,
 )
@@ -51,6 +50,7 @@ from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import data_notes, loops, same_data
+from tfmulti.training.loop.keras_limits import feed_within_limit, limited_epochs
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -349,7 +349,7 @@ class DistributedModel(keras.Model):
         """
         model_checks.check_compiled(self)
         relocation.enter(self)
-        placement = self._placement
+        placement, epochs = self._placement, limited_epochs(epochs)
         if validation_split and validation_data is None:
             parts, validation_data = split_off_validation((x, y, sample_weight), validation_split)
             x, y, sample_weight = parts
@@ -363,13 +363,15 @@ class DistributedModel(keras.Model):
                 x, y, sample_weight, batch_size, class_weight, seeds, steps_per_epoch
             )
             reading = state_of(self).reading
-            feed = make_feed(data, placement, reading, "fit")
+            feed, steps_per_epoch = feed_within_limit(data, placement, reading, "fit")
             validation, validation_arguments = None, {}
             if validation_data is not None:
                 xv, yv, wv = keras.utils.unpack_x_y_sample_weight(validation_data)
                 size = validation_batch_size or batch_size
                 data = DataArguments(xv, yv, wv, size, steps_per_epoch=validation_steps)
-                validation = make_feed(data, placement, reading, "evaluate")
+                validation, validation_steps = feed_within_limit(
+                    data, placement, reading, "evaluate"
+                )
                 validation_arguments = {
                     "x": xv,
                     "y": yv,
@@ -484,7 +486,8 @@ class DistributedModel(keras.Model):
         feed = state_of(self).validation if in_fit else None
         if feed is None:
             in_fit = False
-            feed = make_feed(data, self._placement, state_of(self).reading, "evaluate")
+            reading = state_of(self).reading
+            feed, steps = feed_within_limit(data, self._placement, reading, "evaluate")
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
         if verbose not in (0, "0") and not in_fit:
@@ -518,7 +521,7 @@ class DistributedModel(keras.Model):
         # Each row has an output, so no example may be left out.
         reading = ReadOptions(state_of(self).reading.threads, keeps_each=True)
         data = DataArguments(x, batch_size=batch_size, steps_per_epoch=steps)
-        feed = make_feed(data, self._placement, reading)
+        feed, steps = feed_within_limit(data, self._placement, reading)
         if self._placement.workers > 1:
             same_data.check_same_data(self, feed)
         count = _steps_of(feed, steps)
