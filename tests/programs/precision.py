@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers
 
@@ -153,6 +154,15 @@ class Counting(keras.Model):
             self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
             self.updates += 1
         return {"loss": loss, "updates": self.updates}
+
+
+@program("Keras: compile(run_eagerly=True), with an activity regularizer")
+def activity_losses_in_eager_mode() -> Made:
+    """Losses of layers in eager steps, and layers and a loss for which replicas wait."""
+    regularized = layers.Dense(4, "tanh", activity_regularizer="l2")
+    model = classifier(regularized, layers.BatchNormalization())
+    given = {"optimizer": sgd(), "loss": keras.losses.Dice(), "run_eagerly": True}
+    return Made(model, given, fit(features(4), np.eye(3, dtype="float32")[labels()]))
 
 
 @program("Keras: compile(run_eagerly=True), with a counter of the steps")

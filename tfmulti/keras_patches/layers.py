@@ -108,9 +108,8 @@ def _merge_call(
     this replica's back.
     """
     numbers = python_attributes.read(owner for owner, _ in replica_slice.attributes)
-    is_traced = replica_slice.model is not None and not tf.executing_eagerly()
-    layers = layers_of(replica_slice.model) if is_traced else []
-    states = [(layer, _left_by_trace(layer)) for layer in layers]
+    layers = [] if replica_slice.model is None else layers_of(replica_slice.model)
+    states = [(layer, _left_by_step(layer)) for layer in layers]
     result = original(*args, **kwargs)
     for layer, state in states:
         _put_back(layer, state)
@@ -118,16 +117,17 @@ def _merge_call(
     return result
 
 
-def _left_by_trace(layer: Any) -> dict[str, tuple[Any, Any]]:
-    """Returns the attributes in which a layer holds, or collects, tensors of the traced graph.
+def _left_by_step(layer: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns the attributes in which a layer holds, or collects, tensors of the step.
 
-    Keras' own layers hold tensors of a graph in their losses only.
+    Keras' own layers hold such tensors in their losses only. In eager mode nothing tells which
+    other tensors belong to the step.
 
     Returns:
         By the attribute's name the value, and a copy of its items if it is a list, dict or set.
     """
     names = {"_losses", "_loss_ids"}
-    if not is_of_keras(type(layer)):
+    if not (is_of_keras(type(layer)) or tf.executing_eagerly()):
         names |= {
             name
             for name, value in vars(layer).items()
@@ -157,7 +157,7 @@ def _copied(value: Any) -> Any:
 
 
 def _put_back(layer: Any, state: dict[str, tuple[Any, Any]]) -> None:
-    """Gives a layer back what `_left_by_trace` returned."""
+    """Gives a layer back what `_left_by_step` returned."""
     for name, (value, items) in state.items():
         # These methods bypass the tracking of Keras' lists and dicts.
         if isinstance(items, list):

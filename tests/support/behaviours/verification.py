@@ -365,7 +365,7 @@ NOT_DIVIDED = (global_values._Builder, "_over_weight", lambda self, value: value
 PATCHES = {
     "losses left by other replicas": Patch(
         _loss_before_normalization,
-        [(layers, "_left_by_trace", lambda layer: {})],
+        [(layers, "_left_by_step", lambda layer: {})],
     ),
     "rows of a table that all replicas look up": Patch(
         _same_lookups_on_all,
