@@ -178,8 +178,19 @@ def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
     """Returns arrays as a source, with all floating-point numbers in Keras' `floatx`.
 
     Raises:
-        DataError: the arrays differ in length, or cannot be read by rows.
+        DataError: the arrays differ in length, or cannot be read by rows, or the weights do not have
+            the form of the targets.
     """
+    if isinstance(sample_weight, (Mapping, list, tuple)):
+        of_y, of_weights = (
+            keras.tree.map_structure(lambda _: "array", keras.tree.lists_to_tuples(nest))
+            for nest in (y, sample_weight)
+        )
+        if of_weights != of_y:
+            raise DataError(
+                f"sample_weight has the form {of_weights}, but y has the form {of_y}. Give one "
+                "array of weights for each target, or one array for all."
+            )
     parts = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
     return ArraySource(parts, floats=keras.config.floatx())
 
