@@ -25,6 +25,7 @@ import contextvars
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -149,7 +150,7 @@ _current: contextvars.ContextVar[_StepGraph | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def serving(name: str, placement: Placement) -> Iterator[None]:
+def serving(name: str, placement: Placement, after: Any = ()) -> Iterator[None]:
     """Makes the graph that is built inside the context use the collectives of this module.
 
     All workers must enter the context, in replica context. They connect when they first do so.
@@ -158,9 +159,15 @@ def serving(name: str, placement: Placement) -> Iterator[None]:
         name: a name of the graph, different from those of the other graphs that one call of a
             compiled function runs.
         placement: this process' place among the workers.
+        after: a nest of values of another graph, as `begun` returns them. The collectives of this
+            graph begin after those of the other one.
     """
     channel = None if tf.executing_eagerly() else channel_of(placement)
-    token = _current.set(None if channel is None else _StepGraph(name, placement))
+    step = None if channel is None else _StepGraph(name, placement)
+    if step is not None and (tensors := [v for v in tf.nest.flatten(after) if tf.is_tensor(v)]):
+        # The operation that computes the values may be a function, which ends later than that.
+        _last_sent[step.graph] = [tf.identity(tensors[0]).op]
+    token = _current.set(step)
     try:
         yield
     finally:
@@ -172,6 +179,19 @@ def _building() -> _StepGraph | None:
     step = _current.get()
     is_current = step is not None and step.graph is tf.compat.v1.get_default_graph()
     return step if is_current else None
+
+
+def begun(values: Any) -> Any:
+    """Returns a nest of the same tensors, which are there when all collectives have begun.
+
+    A step is a function of its own within an execution, and TensorFlow may give out its values
+    before the step has ended. See `serving`.
+    """
+    step = _building()
+    if step is None:
+        return values
+    with tf.control_dependencies(_last_sent.get(step.graph, [])):
+        return tf.nest.map_structure(lambda v: tf.identity(v) if tf.is_tensor(v) else v, values)
 
 
 def waits() -> list[tf.Operation]:

@@ -178,7 +178,7 @@ def array_source(x: Any, y: Any, sample_weight: Any) -> ArraySource:
     """Returns arrays as a source, with all floating-point numbers in Keras' `floatx`.
 
     Raises:
-        DataError: the arrays differ in length, or cannot be read by rows, or the weights do not have
+        DataError: the arrays differ in length or cannot be read by rows, or the weights do not have
             the form of the targets.
     """
     if isinstance(sample_weight, (Mapping, list, tuple)):

@@ -237,9 +237,10 @@ def make_step(
                 results = compute(batch.data[local], replica_slice)
             else:
                 results = microbatches.run(model, compute, batch.data[local], replica_slice, passes)
-        # The metrics' values are read here, so they wait for nothing else in the step. Their sums
-        # travel between workers while the weights are updated.
-        return results, [tf.identity(v.value) for v in replica_context.metric_variables(model)]
+            # The metrics' values are read here, so they wait for no update of the weights. Their
+            # sums travel between workers meanwhile.
+            metrics = [tf.identity(v.value) for v in replica_context.metric_variables(model)]
+            return collectives.begun((results, metrics))
 
     def one_step(batch: WorkerBatch) -> Any:
         if logs is not None:

@@ -180,7 +180,7 @@ class Summary:
             state_of(self._model).traced.count += 1
 
         def on_replica(results: Any, before: Any) -> StepResult:
-            with collectives.serving("result", self._placement):
+            with collectives.serving("result", self._placement, after=results):
                 return self._on_replica(batch, results, votes, totals, before)
 
         result: StepResult = first_local(strategy, strategy.run(on_replica, args=(results, before)))
