@@ -9,9 +9,10 @@ operations between the two, without another thread. TensorFlow also computes the
 worker adds the parts in the order of the ranks, or one worker computes the sum and sends it to the
 others. So all workers get the same bits.
 
-TensorFlow runs operations with side effects in the order in which they were added to the graph. So
-all workers begin their collectives in the same order, and a worker that waits has begun all earlier
-ones. Therefore no deadlock is possible.
+TensorFlow runs operations with side effects in the order in which they were added to the graph. A
+step is a function of its own, so the collectives after it wait for values that it gives out when
+its own have begun. So all workers begin their collectives in the same order, and a worker that
+waits has begun all earlier ones. Therefore no deadlock is possible.
 
 These collectives are for the graph of a step that is built inside `serving`. Each worker must have
 one CPU replica, and must reach all other workers. Elsewhere, as in the user's own functions and in

@@ -15,7 +15,12 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from tests.support.behaviours.common import X, Y, classifier, fit, here, weights_of
-from tests.support.behaviours.graphs import collectives_in, graph_of, nodes_of
+from tests.support.behaviours.graphs import (
+    collectives_in,
+    graph_of,
+    is_collective,
+    nodes_of,
+)
 from tests.support.threads import left_since
 from tfmulti import prepare
 from tfmulti.distribution import collectives, connections, replica_threads
@@ -64,6 +69,28 @@ def operations_before_each_wait() -> Any:
             if node.name.rpartition("/")[2].startswith(collectives.RECEIVE):
                 before = (name[1:] for name in node.input if name.startswith("^"))
                 found.append(sorted(types[name] for name in before if types[name] != "PyFunc"))
+    return found
+
+
+def operations_before_the_collectives_of_an_execution() -> Any:
+    """Returns the types of operations whose values the first collective after a step waits for.
+
+    They are followed by those whose values wait for a collective of the step to begin.
+    """
+    model = classifier()
+    fit(model, epochs=1)
+    graph = graph_of(model, 1)
+    found: tuple[list[str], list[str]] = [], []
+    for nodes in [graph.node, *(each.node_def for each in graph.library.function)]:
+        by_name = {node.name: node for node in nodes}
+        sends = [node for node in nodes if is_collective(node)]
+        if sends and any(node.op == "StatefulPartitionedCall" for node in nodes):
+            before = [by_name[name[1:]] for name in sends[0].input if name.startswith("^")]
+            data = [name.partition(":")[0] for node in before for name in node.input]
+            found[0].extend(by_name[name].op for name in data if name in by_name)
+        elif sends:
+            waiting = [node for node in nodes if f"^{sends[-1].name}" in node.input]
+            found[1].extend(node.op for node in waiting)
     return found
 
 

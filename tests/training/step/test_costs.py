@@ -47,6 +47,16 @@ def test_gradients_are_computed_before_a_wait_that_they_do_not_need(results: lis
         assert all({"MatMul", "BiasAddGrad"} <= set(types) for types in waits)
 
 
+@behaviour(costs.operations_before_the_collectives_of_an_execution, at=[TWO_WORKERS])
+def test_workers_begin_the_collectives_of_an_execution_after_those_of_its_step(
+    results: list[Any],
+) -> None:
+    """The order would vary otherwise. Workers with different orders would wait for each other."""
+    for before, waiting in results:
+        assert "StatefulPartitionedCall" in before
+        assert waiting.count("Identity") > 1
+
+
 @behaviour(costs.replicas_with_and_without_collectives, at=[TWO_REPLICAS])
 def test_replicas_of_one_process_need_no_collective(results: list[Any]) -> None:
     """This holds on CPUs. With TensorFlow's collectives, as on GPUs, the numbers are the same.
