@@ -42,7 +42,7 @@ def mask(*shape: int) -> np.ndarray:
 
 
 class Case(NamedTuple):
-    """A layer, and what it is called with.
+    """A call of a layer of Keras.
 
     Attributes:
         make: makes the layer.

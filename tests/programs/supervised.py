@@ -723,9 +723,9 @@ def targets_broadcast_to_all_pairs() -> Made:
     inputs = keras.Input((1, 3))
     model = keras.Model(inputs, layers.LSTM(2, return_sequences=True)(inputs))
     y = features(2)
-    loss = {"optimizer": sgd(), "loss": keras.losses.Huber(), "metrics": ["mae"]}
+    compiled = {"optimizer": sgd(), "loss": keras.losses.Huber(), "metrics": ["mae"]}
     given = fit(features(1, 3), y, validation_data=(features(1, 3), y))
-    return Made(model, loss, given)
+    return Made(model, compiled, given)
 
 
 class SqueezedStep(Step):

@@ -73,9 +73,11 @@ def operations_before_each_wait() -> Any:
 
 
 def operations_before_the_collectives_of_an_execution() -> Any:
-    """Returns the types of operations whose values the first collective after a step waits for.
+    """Returns what orders the collectives of a step and those of the execution around it.
 
-    They are followed by those whose values wait for a collective of the step to begin.
+    Returns:
+        The types of the operations whose values the first collective of the execution waits for,
+        and the types of the operations that wait until the last collective of the step has begun.
     """
     model = classifier()
     fit(model, epochs=1)

@@ -46,9 +46,9 @@ def print_steps(
         steps: the value of this argument.
         epochs: the number of epochs that take so many steps each.
     """
-    at_once, length = int(model.steps_per_execution), feed.data.steps
     if isinstance(data, Source):
         return
+    at_once, length = int(model.steps_per_execution), feed.data.steps
     if steps is None:
         if length is None and at_once == 1 and not model.run_eagerly:
             _print_once(
