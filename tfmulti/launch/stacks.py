@@ -1,9 +1,10 @@
 """Makes a process write its main thread's stack at SIGUSR1, which would otherwise end it.
 
 The handler is one of faulthandler. It is written in C, so it also runs while the main thread waits
-inside TensorFlow. Linux gives the signal to the main thread, which can read its own stack. Reading
-the stacks of other threads while they run crashed the process at one in some hundred signals.
-The watchdog of `fit` reads those under Python's lock instead.
+inside TensorFlow. Linux gives the signal to the main thread, which can read its own stack. About
+one signal in two thousand goes to a thread of TensorFlow, which writes nothing, so a second signal
+may be needed. Reading the stacks of other threads while they run crashed the process at one in some
+hundred signals. The watchdog of `fit` reads those under Python's lock instead.
 """
 
 from __future__ import annotations
