@@ -28,6 +28,27 @@ def double_precision() -> Made:
     )
 
 
+@program(
+    "Keras: set_floatx, with BatchNormalization of a masked sequence",
+    tolerance=1e-12,
+    floatx="float64",
+)
+def masked_batch_normalization() -> Made:
+    """Statistics of the values that the mask keeps, behind a layer whose bias they cancel."""
+    inputs = keras.Input((5, 3))
+    hidden = layers.Dense(4)(layers.Masking()(inputs))
+    hidden = layers.Dense(4, "tanh")(layers.BatchNormalization()(hidden))
+    outputs = layers.Dense(3, "softmax")(layers.GlobalAveragePooling1D()(hidden))
+    x = features(5, 3)
+    x[features(5) < 0] = 0.0
+    # Adam would make a whole step of each gradient that is nearly 0.
+    return Made(
+        keras.Model(inputs, outputs),
+        {"optimizer": keras.optimizers.SGD(0.1), "loss": SPARSE},
+        fit(x.astype("float64"), Y),
+    )
+
+
 def _mixed(policy: str) -> Made:
     keras.config.set_dtype_policy(policy)
     inputs = keras.Input((4,))

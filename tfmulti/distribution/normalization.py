@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmulti.distribution import replica_context
@@ -280,7 +281,9 @@ def global_moments(
         squares = tf.reduce_sum(tf.square(x - mean) * counts, axes, keepdims=True)
         total, mean, variance = _merged(replica_slice, count, mean, squares)
 
-        def gradient(mean_upstream: tf.Tensor, variance_upstream: tf.Tensor) -> tf.Tensor:
+        def gradient(
+            _: tf.Tensor, mean_upstream: tf.Tensor, variance_upstream: tf.Tensor
+        ) -> tf.Tensor:
             # The loss of each replica depends on the rows of all replicas, and is weighted by the
             # weight of its replica. `reduce_gradients` will multiply the result by this replica's
             # weight.
@@ -298,10 +301,15 @@ def global_moments(
             gradient_of_x = by_mean + by_variance * 2.0 * (x - tf.stop_gradient(mean))
             return tf.math.divide_no_nan(gradient_of_x * counts, weight)
 
-        return (tf.squeeze(mean, axes), tf.squeeze(variance, axes)), gradient
+        squeezed = [tf.squeeze(value, axes) for value in (total, mean, variance)]
+        return squeezed, gradient
 
-    mean, variance = moments(x)
-    return mean, variance
+    total, mean, variance = moments(x)
+    if mask is None:
+        return mean, variance
+    # Keras' layer adds a small number to the count of the values, which float64 shows.
+    share = total / (total + keras.config.epsilon())
+    return share * mean, share * (variance + tf.square(mean - share * mean))
 
 
 def _merged(
