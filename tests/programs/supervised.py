@@ -728,6 +728,31 @@ def targets_broadcast_to_all_pairs() -> Made:
     return Made(model, compiled, given)
 
 
+# Keras computes these from all pairs of targets [rows] and outputs [rows, 1].
+OF_ALL_PAIRS = (
+    *("categorical_accuracy", "categorical_hinge", "hinge"),
+    *("kl_divergence", "poisson", "squared_hinge"),
+)
+
+
+@program("metrics of targets without the last axis of the outputs")
+def metrics_of_flat_targets() -> Made:
+    """Outputs [rows, 1] and targets [rows], which Keras' losses adapt, but not all its metrics."""
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1, "sigmoid")(inputs))
+    rows = {"x": features(4), "y": labels(classes=2).astype("float32")}
+    compiled = {"optimizer": sgd(), "loss": "binary_crossentropy", "metrics": list(OF_ALL_PAIRS)}
+    return Made(model, compiled, fit(**rows), evaluate={**rows, "batch_size": 8})
+
+
+@program("a loss of classes with the shape of a column")
+def generalized_cross_entropy_of_a_column() -> Made:
+    """Targets [rows, 1], for which this loss of Keras compares all pairs of rows."""
+    loss = keras.losses.CategoricalGeneralizedCrossEntropy()
+    given = fit(features(4), labels()[:, np.newaxis])
+    return Made(classifier(), {"optimizer": sgd(), "loss": loss}, given)
+
+
 class SqueezedStep(Step):
     def of(self, x: Any, y: Any) -> Any:
         return tf.norm(tf.squeeze(self(x)) - tf.squeeze(y))

@@ -111,25 +111,40 @@ def have_rows(*values: Any) -> bool:
     return all(row_labels.label_of(leaf).kind is Kind.ROWS for leaf in leaves)
 
 
-# Keras' functions whose targets have fewer axes than the predictions.
-_OF_FEWER_AXES = (
+# These functions of Keras pair the rows of all shapes that they accept.
+_PAIR_ALL_SHAPES = (
     keras.losses.ctc,
     keras.losses.sparse_categorical_crossentropy,
-    keras.metrics.sparse_categorical_accuracy,
     keras.metrics.sparse_top_k_categorical_accuracy,
 )
 
 
-def pairs_rows(function: Any, y_true: Any, y_pred: Any) -> bool:
-    """Returns whether a loss or metric of Keras pairs each row of the targets with the same row.
+def computes_by_rows(part: Any, function: Any, y_true: Any, y_pred: Any) -> bool:
+    """Returns whether a loss or metric of Keras computes each value from one row alone.
 
-    If the two have different numbers of axes, TensorFlow broadcasts them: targets of the shape
-    `(rows, 4)` and predictions of the shape `(rows, 1, 4)` give a value for each pair of rows.
+    If targets and predictions have other numbers of axes than a function expects, TensorFlow
+    broadcasts them: targets of the shape `(rows, 4)` and predictions of the shape `(rows, 1, 4)`
+    give a value for each pair of rows.
+
+    Args:
+        part: the loss or the metric.
+        function: the function of targets and predictions that it calls.
+        y_true: the targets, as the function gets them.
+        y_pred: the predictions.
     """
-    if function in _OF_FEWER_AXES or not all(isinstance(v, tf.Tensor) for v in (y_true, y_pred)):
+    rank = y_pred.shape.rank if isinstance(y_pred, tf.Tensor) else None
+    if not is_of_keras(function) or is_along_rows(part, rank):
+        return False
+    if function in _PAIR_ALL_SHAPES or not all(isinstance(v, tf.Tensor) for v in (y_true, y_pred)):
         return True
-    true, pred = loss_module.squeeze_or_expand_to_same_rank(y_true, y_pred)
-    return bool(true.shape.rank == pred.shape.rank)
+    if rank is None or y_true.shape.rank is None:
+        return False
+    fewer = rank - y_true.shape.rank
+    if function is keras.losses.categorical_generalized_cross_entropy:
+        return bool(fewer == 1)
+    if function is keras.metrics.sparse_categorical_accuracy:
+        return bool(fewer == 1 or (fewer == 0 and y_true.shape[-1] == 1))
+    return bool(fewer == 0)
 
 
 def weigh_rows(replica_slice: ReplicaSlice, weights: Any) -> bool:
@@ -164,11 +179,13 @@ def _loss_of_all_rows(
     replicas.
     """
     compute = functools.partial(original, loss)
-    rank = y_pred.shape.rank if isinstance(y_pred, tf.Tensor) else None
     function = getattr(loss, "fn", type(loss))
+    pair = (y_true, y_pred)
+    if all(isinstance(value, tf.Tensor) for value in pair):
+        # Keras' losses do so before they call their function.
+        pair = loss_module.squeeze_or_expand_to_same_rank(*pair)
     # A subclass of one of Keras' losses may compute its values in another way.
-    is_keras = is_of_keras(type(loss).call) and is_of_keras(function)
-    is_keras = is_keras and not is_along_rows(loss, rank) and pairs_rows(function, y_true, y_pred)
+    is_keras = is_of_keras(type(loss).call) and computes_by_rows(loss, function, *pair)
     if global_values.are_known(replica_slice):
         are_rows = have_rows(y_true, y_pred) and weigh_rows(replica_slice, sample_weight)
         with by_rows.set_to(is_keras and are_rows):

@@ -30,13 +30,12 @@ from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.losses import (
     ATTACHED,
     by_rows,
+    computes_by_rows,
     have_rows,
     note_trusted,
-    pairs_rows,
     weigh_rows,
 )
-from tfmulti.keras_patches.model_structure import is_along_rows
-from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
+from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 
 def install() -> None:
@@ -135,9 +134,7 @@ def _metric_of_all_rows(
     has_labels = global_values.are_known(replica_slice)
     kind = row_labels.label_of(values).kind if has_labels else Kind.LOCAL
     unknown = kind is Kind.LOCAL
-    rank = tf.convert_to_tensor(y_pred).shape.rank
-    is_keras = is_of_keras(metric._fn) and not is_along_rows(metric, rank)
-    is_keras = is_keras and pairs_rows(metric._fn, y_true, y_pred)
+    is_keras = computes_by_rows(metric, metric._fn, y_true, y_pred)
     trusted = is_keras and (unknown or have_rows(y_true, y_pred))
 
     def update_by_values() -> Any:

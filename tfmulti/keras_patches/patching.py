@@ -48,8 +48,12 @@ def in_replica_slice(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return make
 
 
+# The circle loss compares each row with all other rows. The hinge losses take 0 and 1 for classes if
+# no row of the batch has another target.
+_OF_ALL_ROWS = (keras.losses.circle, keras.losses.hinge, keras.losses.squared_hinge)
+
+
 def is_of_keras(function: Any) -> bool:
     """Returns whether Keras defines a function or class, and computes each row by itself there."""
     module = getattr(function, "__module__", "")
-    # The circle loss compares each row with all other rows.
-    return module.startswith("keras.src.") and function is not keras.losses.circle
+    return module.startswith("keras.src.") and function not in _OF_ALL_ROWS
