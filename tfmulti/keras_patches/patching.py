@@ -48,8 +48,8 @@ def in_replica_slice(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return make
 
 
-# The circle loss compares each row with all other rows. The hinge losses take 0 and 1 for classes if
-# no row of the batch has another target.
+# The circle loss compares each row with all other rows. The hinge losses take 0 and 1 for classes
+# only if no row of the batch has another target.
 _OF_ALL_ROWS = (keras.losses.circle, keras.losses.hinge, keras.losses.squared_hinge)
 
 

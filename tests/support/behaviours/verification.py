@@ -996,6 +996,28 @@ def steps_of_passes_that_count() -> None:
     fit(prepare(model, microbatches=2), y=X[:, :3])
 
 
+def passes_that_count_their_rows(case: str) -> str:
+    """Keras' loss tracker and a step of the user's own count the rows of the batch."""
+
+    class Sum(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                errors = tf.square(self(x, training=True) - y)
+                loss = tf.reduce_sum(errors) / tf.cast(tf.shape(x)[0], tf.float32)
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"own": loss, "rows": tf.shape(x)[0]}
+
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = (Sum if case == "own" else keras.Model)(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd", "mse")
+    fit(prepare(model, microbatches=2, verify=True), y=X[:, :3])
+    verdict: str = state_of(model).verification.verdict
+    return verdict
+
+
 def train_on_batch_with_a_mistake(case: str) -> None:
     """Trains a wrong model on one batch, without the global values that would correct it."""
     model = _own(case)

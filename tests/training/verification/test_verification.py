@@ -324,6 +324,12 @@ def test_passes_are_verified_on_one_replica(errors: list[list[str]]) -> None:
     assert "Leave --microbatches out" in message
 
 
+@pytest.mark.parametrize("case", ["keras", "own"])
+@behaviour(verification.passes_that_count_their_rows, at=few(ONE_DEVICE, of=EVERYWHERE))
+def test_passes_that_count_their_rows_have_the_numbers_of_one_device(results: list[Any]) -> None:
+    assert set(results) == {"same"}
+
+
 @pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm"])
 @behaviour(verification.verified_with_clipped_gradients, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_clipping_does_not_hide_a_wrong_gradient(errors: list[list[str]]) -> None:

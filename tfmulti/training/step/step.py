@@ -187,7 +187,7 @@ def make_step(
     strategy = model.distribute_strategy
     placement, state = placement_of(strategy), state_of(model)
     passes = state.options.microbatches if training else 1
-    has_labels = placement.replicas > 1 and not model.run_eagerly
+    has_labels = (placement.replicas > 1 or passes > 1) and not model.run_eagerly
     name = "train_step" if training else "test_step"
     step = step_of(model, name)
 
