@@ -753,6 +753,20 @@ def generalized_cross_entropy_of_a_column() -> Made:
     return Made(classifier(), {"optimizer": sgd(), "loss": loss}, given)
 
 
+class FixedRows(Step):
+    def of(self, x: Any, y: Any) -> Any:
+        return tf.reduce_sum(tf.square(self(x) - y)) / x.shape[0]
+
+
+@program("a step that takes the number of rows from the shape", expects=r"so x\.shape\[0\] is None")
+def rows_of_the_static_shape() -> Made:
+    """A step that divides by `x.shape[0]`, which is known as all batches have the same size."""
+    inputs = keras.Input((4,))
+    rows = 2 * BATCH
+    given = fit(features(4, rows=rows), features(1, rows=rows))
+    return Made(FixedRows(inputs, layers.Dense(1)(inputs)), {"optimizer": sgd()}, given)
+
+
 class SqueezedStep(Step):
     def of(self, x: Any, y: Any) -> Any:
         return tf.norm(tf.squeeze(self(x)) - tf.squeeze(y))

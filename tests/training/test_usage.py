@@ -229,6 +229,14 @@ def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> N
         assert part in message
 
 
+@behaviour(usage.prediction_of_fixed_rows, at=[TWO_REPLICAS])
+def test_a_layer_that_takes_its_rows_from_a_shape_is_told_what_to_do(errors: list[Any]) -> None:
+    [(kind, message)] = errors
+    assert kind == "ModelError"
+    assert message.startswith("the step computes with None: ")
+    assert "so x.shape[0] is None. Take keras.ops.shape(x)[0]" in message
+
+
 ELSEWHERE = ["all in the scope", "all outside", "rows in the scope", "rows outside"]
 
 

@@ -275,6 +275,18 @@ def different_data_on_each_worker() -> Any:
     return fit(classifier(), x=data, y=None, batch_size=None)
 
 
+def prediction_of_fixed_rows() -> None:
+    """A layer makes a tensor with as many rows as the shape of its input says."""
+
+    class Fixed(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + tf.zeros((x.shape[0], 1))
+
+    with here.strategy.scope():
+        model = prepare(keras.Sequential([keras.layers.Dense(3), Fixed()]))
+    model.predict(X[:8], verbose=0)
+
+
 def other_values_to_predict_on_each_worker() -> Any:
     return classifier().predict(X + here.placement.rank, verbose=0)
 

@@ -11,13 +11,16 @@ nest of `tf.TensorSpec` by that name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmulti.data.source import leaves_of
 from tfmulti.distribution.replica_slice import ReplicaSlice, part_of
+from tfmulti.errors import ModelError, without_layer
 
 # The number of batches that wait for the step. The reader makes others meanwhile.
 PREFETCH_STEPS = 2
@@ -91,6 +94,31 @@ def of_any_rows(data: Any) -> Any:
         return leaf
 
     return tf.nest.map_structure(with_unknown_rows, data)
+
+
+# What Python and TensorFlow say of None in the place of a number.
+_OF_NONE = re.compile(r"NoneType|None values|\(None, ")
+
+
+@contextlib.contextmanager
+def unknown_rows_explained(*, are_unknown: bool) -> Iterator[None]:
+    """Raises a ModelError with advice in place of an error of code that takes None for a number.
+
+    Args:
+        are_unknown: whether `of_any_rows` has made the number of rows unknown. Otherwise all errors
+            stay as they are.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        message = " ".join(without_layer(str(error)).split())
+        if not are_unknown or not _OF_NONE.search(message):
+            raise
+        raise ModelError(
+            f"the step computes with None: {message[:200].rstrip('.')}. While a step for several "
+            "replicas or microbatches is traced, the number of rows is unknown, so x.shape[0] is "
+            "None. Take keras.ops.shape(x)[0] in its place."
+        ) from error
 
 
 class BatchQueue(tf.experimental.ExtensionType):  # type: ignore[misc]

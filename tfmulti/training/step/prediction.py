@@ -24,7 +24,7 @@ from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.keras_patches.tracing import optimized_once
-from tfmulti.training.input.worker_batch import Ahead, BatchQueue
+from tfmulti.training.input.worker_batch import Ahead, BatchQueue, unknown_rows_explained
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import (
@@ -75,7 +75,8 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         replica_slice = current()
         assert replica_slice is not None
         python_attributes.restore(replica_slice.attributes)
-        return own_step(data)
+        with unknown_rows_explained(are_unknown=any_rows):
+            return own_step(data)
 
     step = xla_compiled(model, outputs_of, "predict_step")
     traces: list[Attributes] = []

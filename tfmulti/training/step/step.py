@@ -39,7 +39,12 @@ from tfmulti.keras_patches.model_structure import all_metric_variables, has_own_
 from tfmulti.keras_patches.random_numbers import share_generator
 from tfmulti.keras_patches.tracing import by_autograph
 from tfmulti.training.input.pipeline import from_batch
-from tfmulti.training.input.worker_batch import BatchQueue, IndexQueue, WorkerBatch
+from tfmulti.training.input.worker_batch import (
+    BatchQueue,
+    IndexQueue,
+    WorkerBatch,
+    unknown_rows_explained,
+)
 from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import microbatches, whole_batch, xla
@@ -201,7 +206,8 @@ def make_step(
         if logs is None:
             return step(data)
         with logs.recorded():
-            found = step(data)
+            with unknown_rows_explained(are_unknown=has_labels):
+                found = step(data)
             if not replica_slice.is_whole and not model.run_eagerly:
                 _note_python_functions(replica_slice)
             return logs.taken(found, replica_slice)
