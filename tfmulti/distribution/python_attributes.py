@@ -81,12 +81,37 @@ def _changes(attributes: Attributes) -> Iterator[tuple[Any, str, Any]]:
         if _has_switched(owner, before):
             continue
         for name, value in before.items():
-            current = vars(owner).get(name)
-            are_numbers = _is_number(value) and _is_number(current)
-            are_texts = isinstance(value, str) and isinstance(current, str)
-            is_nan = current != current and value != value
-            if (are_numbers or are_texts) and current != value and not is_nan:
+            if _is_other(value, vars(owner).get(name)):
                 yield owner, name, value
+
+
+def _is_other(value: Any, current: Any) -> bool:
+    """Returns whether a number or text has become another one."""
+    are_numbers = _is_number(value) and _is_number(current)
+    are_texts = isinstance(value, str) and isinstance(current, str)
+    is_nan = current != current and value != value
+    return (are_numbers or are_texts) and current != value and not is_nan
+
+
+def first_new_value(attributes: Attributes) -> str | None:
+    """Returns the first number or text that is another one since `read`, or None.
+
+    Args:
+        attributes: those of any objects, also of Keras'. Of a layer `trainable` counts, too.
+
+    Returns:
+        The attribute in words, such as `Dropout.rate of 'dropout_1'`.
+    """
+    for owner, before in attributes:
+        is_own = not type(owner).__module__.startswith(_LIBRARIES)
+        for name, value in before.items():
+            current = vars(owner).get(name, value)
+            is_trainable = name == "_trainable" and current != value
+            counts = name not in _of_keras() and (is_own or not name.startswith("_"))
+            if is_trainable or (counts and _is_other(value, current)):
+                of = f" of {owner.name!r}" if isinstance(owner, keras.layers.Layer) else ""
+                return f"{type(owner).__name__}.{name.removeprefix('_')}{of}"
+    return None
 
 
 def _has_switched(owner: Any, before: dict[str, Any]) -> bool:

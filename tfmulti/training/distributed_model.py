@@ -66,6 +66,7 @@ from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
+from tfmulti.training.step.step import warn_of_old_values
 from tfmulti.training.step.step_logs import flattened
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.step.xla import compile_errors_explained, print_draws
@@ -408,6 +409,7 @@ class DistributedModel(keras.Model):
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
+            warn_of_old_values(self, "train_step")
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             first_steps = None
             if record is None and epochs > initial_epoch:
@@ -494,6 +496,7 @@ class DistributedModel(keras.Model):
             data_notes.print_steps(self, x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
+        warn_of_old_values(self, "test_step")
         # `fit` uses its feed again in the next validation.
         with closing(None if in_fit else feed):
             logs = loops.evaluate(self, feed, count, callback_list)
@@ -560,6 +563,7 @@ class DistributedModel(keras.Model):
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch, optimizers=bool(self.run_eagerly))
         self.make_train_function()
+        warn_of_old_values(self, "train_step")
         given = from_batch(batch, self._placement)
         verification.before_batch(self, batch, given)
         return _on_batch(self, self.train_function, given, return_dict)
@@ -583,6 +587,7 @@ class DistributedModel(keras.Model):
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch)
         self.make_test_function()
+        warn_of_old_values(self, "test_step")
         given = from_batch(batch, self._placement)
         return _on_batch(self, self.test_function, given, return_dict)
 

@@ -806,6 +806,38 @@ def a_number_changed_between_predictions() -> Any:
     return found
 
 
+def values_changed_between_calls() -> Any:
+    """Returns what is told of changed values by calls of `fit` and others, which follow each other.
+
+    After the first call each one follows a change of a number or of `trainable`, or of nothing.
+    """
+    with here.strategy.scope():
+        layers = [keras.layers.Dropout(0.5, name="drop"), Scaled(), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse")
+    prepare(model, verify=False)
+    drop, scaled, dense = model.layers
+    x, y = X[:24], X[:24, :3]
+    calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+        (lambda: None, lambda: fit(model, x=x, y=y)),
+        (lambda: setattr(drop, "rate", 0.1), lambda: fit(model, x=x, y=y)),
+        (lambda: None, lambda: fit(model, x=x, y=y)),
+        (lambda: model.compile("sgd", "mse"), lambda: fit(model, x=x, y=y)),
+        (lambda: setattr(dense, "trainable", False), lambda: model.train_on_batch(x, y)),
+        (lambda: None, lambda: model.evaluate(x, y, verbose=0)),
+        (lambda: setattr(scaled, "scale", 2.0), lambda: model.test_on_batch(x, y)),
+    ]
+    found = []
+    for change, call in calls:
+        change()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        told = [str(w.message).partition(" was traced, which keeps the old value") for w in caught]
+        found.append([words for words, separator, _ in told if separator])
+    return found
+
+
 def warnings_of_eager_code(case: str) -> Any:
     """Returns the warnings of eager steps with a layer of the user's `own`, or of Keras alone."""
     keras.utils.set_random_seed(1)

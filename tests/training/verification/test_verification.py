@@ -248,6 +248,20 @@ def test_numbers_that_predictions_change_are_told(results: list[Any]) -> None:
     assert results == [1, 0][: len(results)]
 
 
+@behaviour(verification.values_changed_between_calls, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_value_that_a_compiled_step_keeps_is_told_once(results: list[Any]) -> None:
+    [found] = results
+    assert found == [
+        [],
+        ["Dropout.rate of 'drop' has changed since the train_step"],
+        [],
+        [],
+        ["Dense.trainable of 'dense' has changed since the train_step"],
+        [],
+        ["Scaled.scale of 'scaled' has changed since the test_step"],
+    ]
+
+
 @behaviour(verification.a_number_changed_between_predictions, at=[ONE_DEVICE, TWO_REPLICAS])
 def test_a_number_that_a_later_trace_finds_changed_is_told(results: list[Any]) -> None:
     [(of_first, of_second, of_third)] = results

@@ -88,6 +88,7 @@ class Execution:
 
     def _compile(self) -> None:
         """Makes new compiled functions."""
+        self._state.traced.values.pop(self._name, None)
         training = self._name == "train_step"
         self._step = make_step(self._model, self._seeds, self._logs, training=training)
         self.one: Any = self._one

@@ -272,6 +272,7 @@ def make_step(
             traces.append(attributes)
             warn_of_change(model, name, traces)
             warn_of_outputs(model, name)
+            state.traced.values[name] = python_attributes.read(found.objects)
         share_generator(seeds)
         return results
 
@@ -365,6 +366,25 @@ def warn_of_change(model: keras.Model, step: str, traces: Sequence[Attributes]) 
             f"{changed} has changed since the {step} was first traced. The step is traced again "
             "for this data, and takes the new value. Plain Keras may keep the old one. Keep the "
             "value in a variable (self.add_weight), or compile again after a change.",
+            stacklevel=2,
+        )
+
+
+def warn_of_old_values(model: keras.Model, step: str) -> None:
+    """Warns on the chief, once, of a number or text that was changed after a step was traced.
+
+    Args:
+        model: the prepared model.
+        step: `train_step` or `test_step`.
+    """
+    values = state_of(model).traced.values
+    changed = python_attributes.first_new_value(values.get(step, ()))
+    if changed is not None and placement_of(model.distribute_strategy).is_chief:
+        del values[step]
+        warnings.warn(
+            f"{changed} has changed since the {step} was traced, which keeps the old value. Plain "
+            "Keras takes the new one for a batch of another size. Keep the value in a variable "
+            "(self.add_weight), or compile again after a change.",
             stacklevel=2,
         )
 
