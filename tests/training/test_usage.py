@@ -40,6 +40,7 @@ THE_SAME_ON_REPLICAS = [
     usage.dropout_after_a_custom_layer,
     usage.mean_over_rows_before_1200_operations,
     usage.gan_with_two_optimizers,
+    usage.optimizers_built_outside_the_scope,
     numbers.custom_step_with_two_adams,
     numbers.optimizer_for_each_layer,
     numbers.custom_step_in_a_tf_function,

@@ -11,12 +11,14 @@ the variables. Otherwise each replica computes the same update on its own copy. 
 | `take_reduced_gradients` | `TFOptimizer._all_reduce_sum_gradients`, `_backend_update_step`, `_apply_weight_decay`, `_backend_increment_gradient_accumulators`, `_backend_apply_gradients`, `_overwrite_model_variables_with_average_value` | keras#20585 | optimizers take global gradients, and update without `merge_call` |
 | `_ReducesFirst` | `BaseOptimizer._trainable_variables` | none | an optimizer tells for which variables it is built |
 | `_updated` | `BaseOptimizer._get_variable_index`, `Adam._momentums`, `_velocities` | none | Keras' SGD updates by one kernel, and Keras' Adam computes only once what all variables share |
+| `_in_own_scope` | `TFOptimizer.add_variable_from_reference` | none | Keras enters the scope by itself |
 | `_compute_before_waits` | `tf.Operation._add_control_inputs` | none | TensorFlow has a public way to order operations that are there |
 """  # noqa: E501
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ from tfmulti.keras_patches.cpu_speed import updates
 from tfmulti.keras_patches.cpu_speed.installation import is_enabled
 from tfmulti.keras_patches.patching import in_replica_slice, is_of_keras, replace
 from tfmulti.keras_patches.tracing import eager_mode
+from tfmulti.keras_patches.variables import strategy_of
 
 Gradients = Sequence[Any]
 
@@ -40,6 +43,7 @@ Gradients = Sequence[Any]
 def install() -> None:
     """Patches the methods by which Keras' optimizers reduce gradients and update variables."""
     replace(TFOptimizer, "_all_reduce_sum_gradients", in_replica_slice(_refuse_unknown))
+    replace(TFOptimizer, "add_variable_from_reference", _in_own_scope)
     for name in (
         "_backend_update_step",
         "_apply_weight_decay",
@@ -57,6 +61,23 @@ def _refuse_unknown(
         f"the train_step applies gradients with a {type(optimizer).__name__} that is not part of "
         "the model, so they would be summed, not averaged. Keep it as an attribute of the model."
     )
+
+
+def _in_own_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of an optimizer that runs in the scope of the optimizer's strategy.
+
+    So the user can call `optimizer.build` outside the scope.
+    """
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None or tf.distribute.has_strategy():
+            return original(self, *args, **kwargs)
+        with strategy.scope():
+            return original(self, *args, **kwargs)
+
+    return method
 
 
 def _assigning_copies(name: str, of_rows: str) -> Callable[..., None]:

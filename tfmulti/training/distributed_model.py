@@ -34,6 +34,7 @@ from tfmulti.distribution.bucket_sizes import BUCKET_BYTES
 from tfmulti.distribution.replica_context import reduce_gradients
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ConfigError, ModelError
+from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
 from tfmulti.keras_patches.model_structure import IN_FIT, has_own_step, values_of_metrics
@@ -105,6 +106,7 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
     if not isinstance(model, DistributedModel):
         model_checks.check_overrides(model)
     options = changed(TrainingOptions() if options is None else options, changes)
+    installation.install()
     relocation.enter(model)
     model_checks.check_scope(model)
     reading = ReadOptions(options.reader_threads, options.skip_bad_records)

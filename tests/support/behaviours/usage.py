@@ -231,6 +231,17 @@ def _next_numbers() -> list[float]:
     return numbers
 
 
+def optimizers_built_outside_the_scope() -> Any:
+    """Returns the losses of optimizers that the user builds before `fit`."""
+    losses = []
+    for optimizer in (keras.optimizers.Adam, keras.optimizers.Adafactor):
+        with here.strategy.scope():
+            model = classifier(optimizer=optimizer(0.01))
+        model.optimizer.build(model.trainable_variables)
+        losses.append(fit(model)["loss"])
+    return losses
+
+
 def two_fits_shuffle_differently() -> Any:
     """Returns the losses of the steps of each fit, with a learning rate of 0."""
     orders: list[list[float]] = []
