@@ -101,6 +101,14 @@ def gradient_of_a_vector() -> Made:
     return _step(Vector)
 
 
+@program("Keras: compile(run_eagerly=True), with the gradient of a vector")
+def gradient_of_a_vector_in_eager_mode() -> Made:
+    """The same in eager steps."""
+    made = _step(Vector)
+    made.compile["run_eagerly"] = True
+    return made
+
+
 class Total(Step):
     def of(self, x: Any, y: Any) -> Any:
         return tf.reduce_sum(_entropy(y, self(x, training=True)))

@@ -124,15 +124,16 @@ def scaled_to_global(
     return loss * tf.cast(tf.math.divide_no_nan(own_part, replica_slice.weight), loss.dtype)
 
 
-def summed_gradient(replica_slice: ReplicaSlice, loss: Any) -> Any:
-    """Returns the same vector of losses, with a gradient like that of a part of one long vector.
+def first_gradient(replica_slice: ReplicaSlice, loss: Any) -> tf.Tensor | None:
+    """Returns the gradient with which the differentiation of a loss begins; None stands for 1.
 
     The gradient of a vector is that of the sum over all replicas, so it is divided by the replica's
-    weight (see the module). A single number stays as it is.
+    weight (see the module). A single number is assumed to be a mean over rows.
     """
     if not tf.is_tensor(loss) or not loss.shape.rank:
-        return loss
-    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(replica_slice.weight))
+        return None
+    factor = tf.math.reciprocal_no_nan(replica_slice.weight)
+    return tf.fill(tf.shape(loss), tf.cast(factor, loss.dtype))
 
 
 def added_loss(replica_slice: ReplicaSlice, loss: Any) -> Any:

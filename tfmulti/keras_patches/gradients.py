@@ -41,8 +41,8 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         with row_labels.kept_in_branch() as is_branch:
             has_labels = is_branch or row_labels.are_kept()
         if not has_labels:
-            target = tf.nest.map_structure(
-                lambda t: losses.summed_gradient(replica_slice, t), target
+            output_gradients = tf.nest.map_structure(
+                lambda t: losses.first_gradient(replica_slice, t), target
             )
         compute = functools.partial(original, self)
         # This tape no longer records outside its context, but an outer tape may.
@@ -53,6 +53,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             target,
             sources,
             is_recorded=recorded,
+            output_gradients=output_gradients,
             unconnected_gradients=unconnected_gradients,
         )
 
