@@ -186,6 +186,19 @@ def activity_losses_in_eager_mode() -> Made:
     return Made(model, given, fit(features(4), np.eye(3, dtype="float32")[labels()]))
 
 
+@program(
+    "Keras: compile(run_eagerly=True), with IntegerLookup(sparse=True)",
+    expects="verify: .*'dense/kernel' differs from one device",
+)
+def sparse_features_in_eager_mode() -> Made:
+    """A product with a sparse tensor in eager steps, in which replicas look up the same entries."""
+    inputs = keras.Input((3,), dtype="int64")
+    lookup = layers.IntegerLookup(vocabulary=list(range(9)), output_mode="multi_hot", sparse=True)
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(lookup(inputs)))
+    given = {"optimizer": adam(), "loss": SPARSE, "run_eagerly": True}
+    return Made(model, given, fit(np.random.default_rng(3).integers(0, 10, (30, 3)), Y))
+
+
 @program("Keras: compile(run_eagerly=True), with a counter of the steps")
 def eager_steps_that_count_in_python() -> Made:
     """Eager steps with one or two updates, as a Python number decides, and a layer that counts."""

@@ -74,7 +74,9 @@ def own_layers(model: keras.Model) -> list[str]:
         # A recurrent layer may have a cell that is no layer, and so none of `layers_of`.
         held = (getattr(layer, "activity_regularizer", None), getattr(layer, "cell", None))
         is_own = is_own or any(map(is_of_user, held)) or isinstance(held[0], _BETWEEN_ROWS)
-        if is_own or own_activation or is_along_rows(layer, rank):
+        # An eager gradient does not tell which entries of a table several replicas have looked up.
+        is_sparse = model.run_eagerly and getattr(layer, "sparse", False)
+        if is_own or own_activation or is_sparse or is_along_rows(layer, rank):
             parts.append(f"the layer {layer.name}")
     for operation in operations_of(model):
         if is_of_user(operation) or type(operation).__name__ not in _BY_ELEMENT:
