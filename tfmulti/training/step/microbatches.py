@@ -169,7 +169,7 @@ def _divisors_of(
     # Regularizers ask the scope for their weights, and must get the variables themselves.
     weights = {id(v): v.value for v in model.trainable_variables}
     for rows, part in parts:
-        scope = keras.StatelessScope()
+        scope = keras.StatelessScope(collect_losses=True)
         scope.state_mapping.update(weights)
         with scope, Collector().taking(), divisors.in_use():
             step(rows, part)
