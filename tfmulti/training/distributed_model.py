@@ -37,7 +37,12 @@ from tfmulti.errors import ConfigError, ModelError
 from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.losses import watch_losses
-from tfmulti.keras_patches.model_structure import IN_FIT, has_own_step, values_of_metrics
+from tfmulti.keras_patches.model_structure import (
+    IN_FIT,
+    has_own_step,
+    layers_of,
+    values_of_metrics,
+)
 from tfmulti.keras_patches.optimizers import take_reduced_gradients
 from tfmulti.training.checkpoint import resume
 from tfmulti.training.checkpoint.callback import Checkpoint
@@ -227,6 +232,7 @@ class DistributedModel(keras.Model):
                 take_reduced_gradients(optimizer, reduce, take)
             watch_losses(self)
             self._warn_of_eager_code("train_step")
+            self._warn_of_microbatches()
             state_of(self).traced.compared.clear()
             self.train_function = Execution(self, training=True)
 
@@ -274,6 +280,19 @@ class DistributedModel(keras.Model):
                 "be attributes, such as self.steps += 1.",
                 # The line of the user's program that calls `fit` or another method.
                 stacklevel=5,
+            )
+
+    def _warn_of_microbatches(self) -> None:
+        """Warns on the chief if a BatchNormalization sees the rows of one microbatch at a time."""
+        count = state_of(self).options.microbatches
+        normalizes = any(isinstance(v, keras.layers.BatchNormalization) for v in layers_of(self))
+        if count > 1 and normalizes and self._placement.is_chief:
+            warnings.warn(
+                f"microbatches={count}: BatchNormalization takes its statistics from one "
+                "microbatch at a time, so the numbers differ from those of one device. Normalize "
+                "each row (LayerNormalization), or leave microbatches out.",
+                # The line of the user's program that calls `fit` or another method.
+                stacklevel=4,
             )
 
     @property

@@ -1050,6 +1050,41 @@ def passes_that_count_their_rows(case: str) -> str:
     return verdict
 
 
+def passes_with_losses_of_layers() -> Any:
+    """Returns the verdict on a model whose only losses come from layers."""
+
+    class EndPoint(keras.layers.Layer):
+        def call(self, x: Any, y: Any) -> Any:
+            self.add_loss(tf.reduce_mean(tf.square(x - y)))
+            return x
+
+    with here.strategy.scope():
+        inputs, targets = keras.Input((6,)), keras.Input((3,))
+        outputs = EndPoint()(keras.layers.Dense(3, activity_regularizer="l2")(inputs), targets)
+        model = keras.Model([inputs, targets], outputs)
+        model.compile("sgd")
+    model = prepare(model, microbatches=2, verify=True)
+    model.fit([X[:24], X[:24, :3]], batch_size=12, verbose=0)
+    return state_of(model).verification.verdict
+
+
+def warnings_of_passes_that_normalize() -> Any:
+    """Returns how many warnings `fit` gives with BatchNormalization: in one pass, and in two."""
+    found = []
+    for passes in (1, 2):
+        with here.strategy.scope():
+            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+            model = keras.Sequential([keras.Input((6,)), *layers])
+            model.compile("sgd", "mse")
+        prepare(model, microbatches=passes)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, x=X[:24], y=X[:24, :3])
+        words = "BatchNormalization takes its statistics from one microbatch at a time"
+        found.append(sum(words in str(w.message) for w in caught))
+    return found
+
+
 def train_on_batch_with_a_mistake(case: str) -> None:
     """Trains a wrong model on one batch, without the global values that would correct it."""
     model = _own(case)

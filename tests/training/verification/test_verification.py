@@ -344,6 +344,18 @@ def test_passes_that_count_their_rows_have_the_numbers_of_one_device(results: li
     assert set(results) == {"same"}
 
 
+@behaviour(verification.passes_with_losses_of_layers, at=few(ONE_DEVICE, of=EVERYWHERE))
+def test_passes_with_losses_of_layers_alone_have_the_numbers_of_one_device(
+    results: list[str],
+) -> None:
+    assert set(results) == {"same"}
+
+
+@behaviour(verification.warnings_of_passes_that_normalize, at=[ONE_DEVICE, TWO_WORKERS])
+def test_passes_of_batch_normalization_are_told(results: list[Any]) -> None:
+    assert results == [[0, 1], [0, 0]][: len(results)]
+
+
 @pytest.mark.parametrize("case", ["clipnorm", "global_clipnorm"])
 @behaviour(verification.verified_with_clipped_gradients, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_clipping_does_not_hide_a_wrong_gradient(errors: list[list[str]]) -> None:
