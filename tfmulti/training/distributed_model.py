@@ -285,8 +285,9 @@ class DistributedModel(keras.Model):
     def _warn_of_microbatches(self) -> None:
         """Warns on the chief if a BatchNormalization sees the rows of one microbatch at a time."""
         count = state_of(self).options.microbatches
-        normalizes = any(isinstance(v, keras.layers.BatchNormalization) for v in layers_of(self))
-        if count > 1 and normalizes and self._placement.is_chief:
+        if count == 1 or not self._placement.is_chief:
+            return
+        if any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers_of(self)):
             warnings.warn(
                 f"microbatches={count}: BatchNormalization takes its statistics from one "
                 "microbatch at a time, so the numbers differ from those of one device. Normalize "
