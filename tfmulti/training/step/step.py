@@ -377,15 +377,18 @@ def warn_of_old_values(model: keras.Model, step: str) -> None:
         model: the prepared model.
         step: `train_step` or `test_step`.
     """
+    if not placement_of(model.distribute_strategy).is_chief:
+        return
     values = state_of(model).traced.values
     changed = python_attributes.first_new_value(values.get(step, ()))
-    if changed is not None and placement_of(model.distribute_strategy).is_chief:
+    if changed is not None:
         del values[step]
         warnings.warn(
             f"{changed} has changed since the {step} was traced, which keeps the old value. Plain "
             "Keras takes the new one for a batch of another size. Keep the value in a variable "
             "(self.add_weight), or compile again after a change.",
-            stacklevel=2,
+            # The line of the user's program that calls `fit` or another method.
+            stacklevel=4,
         )
 
 
