@@ -103,7 +103,7 @@ def test_losses_that_are_taken_to_compute_row_by_row_do_so() -> None:
                 if not is_by_rows(case, y_true, y_pred, whole):
                     wrong.append(f"{name} {y_true.shape} {y_pred.shape}")
     assert not wrong
-    # Many shapes are trusted, but none of those that compare all rows.
+    # The check trusts many cases, but no loss that compares a row with the other rows.
     names = [type(part).__name__ for part in trusted]
     assert len(names) > 30
     assert sum(trusted.values()) > 1500

@@ -103,7 +103,7 @@ def gradient_of_a_vector() -> Made:
 
 @program("Keras: compile(run_eagerly=True), with the gradient of a vector")
 def gradient_of_a_vector_in_eager_mode() -> Made:
-    """The same in eager steps."""
+    """The gradient of a loss that has a value for each row, in eager steps."""
     made = _step(Vector)
     made.compile["run_eagerly"] = True
     return made

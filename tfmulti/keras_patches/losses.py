@@ -182,7 +182,7 @@ def _loss_of_all_rows(
     function = getattr(loss, "fn", type(loss))
     pair = (y_true, y_pred)
     if all(isinstance(value, tf.Tensor) for value in pair):
-        # Keras' losses do so before they call their function.
+        # Keras' losses give both the same number of axes before they call their function.
         pair = loss_module.squeeze_or_expand_to_same_rank(*pair)
     # A subclass of one of Keras' losses may compute its values in another way.
     is_keras = is_of_keras(type(loss).call) and computes_by_rows(loss, function, *pair)

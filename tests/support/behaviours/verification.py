@@ -807,9 +807,9 @@ def a_number_changed_between_predictions() -> Any:
 
 
 def values_changed_between_calls() -> Any:
-    """Returns what is told of changed values by calls of `fit` and others, which follow each other.
+    """Returns for each of seven calls of a model what its warnings say about changed values.
 
-    After the first call each one follows a change of a number or of `trainable`, or of nothing.
+    Before some of the calls the user changes a number or `trainable`, or compiles the model again.
     """
     with here.strategy.scope():
         layers = [keras.layers.Dropout(0.5, name="drop"), Scaled(), keras.layers.Dense(3)]
