@@ -55,7 +55,7 @@ from tfmulti.training.input.feed import (
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.worker_batch import WorkerBatch
-from tfmulti.training.loop import data_notes, loops, same_data
+from tfmulti.training.loop import loops, notes, same_data
 from tfmulti.training.loop.keras_limits import feed_within_limit, limited_epochs
 from tfmulti.training.memory import (
     GB,
@@ -75,7 +75,7 @@ from tfmulti.training.step.prediction import make_prediction
 from tfmulti.training.step.step import warn_of_old_values
 from tfmulti.training.step.step_logs import flattened
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
-from tfmulti.training.step.xla import compile_errors_explained, print_draws
+from tfmulti.training.step.xla import compile_errors_explained
 from tfmulti.training.verification import verification
 from tfmulti.training.verification.ownership import own_layers, own_parts
 from tfmulti.training.watchdog import respect_owner, watching
@@ -417,16 +417,15 @@ class DistributedModel(keras.Model):
                 is_built = False
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
-            if verbose not in (0, "0"):
-                data_notes.print_order(self, feed, seeds)
-                data_notes.print_steps(
-                    self, x, feed, "steps_per_epoch", steps_per_epoch, epochs - initial_epoch
+            notes.tell_order(self, verbose, feed, seeds)
+            notes.tell_steps(
+                self, verbose, x, feed, "steps_per_epoch", steps_per_epoch, epochs - initial_epoch
+            )
+            if validation is not None:
+                notes.tell_steps(
+                    self, verbose, xv, validation, "validation_steps", validation_steps
                 )
-                if validation is not None:
-                    data_notes.print_steps(
-                        self, xv, validation, "validation_steps", validation_steps
-                    )
-                print_draws(self)
+            notes.tell_draws(self, verbose)
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
@@ -514,8 +513,8 @@ class DistributedModel(keras.Model):
             feed, steps = feed_within_limit(data, self._placement, reading, "evaluate")
         model_checks.build(self, feed.data.specs)
         count = _steps_of(feed, steps)
-        if verbose not in (0, "0") and not in_fit:
-            data_notes.print_steps(self, x, feed, "steps", steps)
+        if not in_fit:
+            notes.tell_steps(self, verbose, x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         warn_of_old_values(self, "test_step")
@@ -550,8 +549,8 @@ class DistributedModel(keras.Model):
         if self._placement.workers > 1:
             same_data.check_same_data(self, feed)
         count = _steps_of(feed, steps)
-        if verbose not in (0, "0") and steps is not None:
-            data_notes.print_steps(self, x, feed, "steps", steps)
+        if steps is not None:
+            notes.tell_steps(self, verbose, x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):

@@ -25,13 +25,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.config.console import speaker
 from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.lookup_gradients import Lookup, joined_lookups, lookups_in
 from tfmulti.distribution.replica_slice import compiling, refuse_to_compile
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
-from tfmulti.keras_patches.model_structure import has_own_step, is_for_xla, is_seed, layers_of
+from tfmulti.keras_patches.model_structure import has_own_step, is_for_xla, layers_of
 from tfmulti.keras_patches.random_numbers import generators_restored_on_error
 from tfmulti.keras_patches.tracing import nodes_of
 from tfmulti.training.state.trainer_state import state_of
@@ -70,20 +69,6 @@ def xla_compiled(model: keras.Model, step: Step, name: str) -> Step:
     if is_requested:
         _warn(obstacle)
     return step
-
-
-def print_draws(model: keras.Model) -> None:
-    """Prints once on the chief that plain Keras draws other numbers, if XLA compiles its step."""
-    state = state_of(model)
-    is_compiled = bool(model.jit_compile) and not model.run_eagerly
-    if not is_compiled or "random" in state.told or not any(map(is_seed, model.variables)):
-        return
-    state.told.add("random")
-    speaker(placement_of(model.distribute_strategy).is_chief)(
-        "random",
-        "dropout and other random numbers are those of plain Keras with "
-        "compile(jit_compile=False); XLA, its default on GPUs, draws other ones",
-    )
 
 
 def _obstacle(model: keras.Model, name: str, is_alone: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""Tests of what `fit` prints where plain Keras would read the data otherwise."""
+"""Tests of what `fit` tells where plain Keras takes other data, steps or random numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ X = np.arange(32.0, dtype=np.float32)[:, None] / 32.0
 ENDLESS = tf.data.Dataset.from_tensor_slices((X, X)).batch(8).repeat()
 
 
-def compiled(*, by_tfmulti: bool = True, **options: Any) -> keras.Model:
+def compiled(*, by_tfmulti: bool = True, rate: float | None = None, **options: Any) -> keras.Model:
     scope = make_strategy("one_device").scope() if by_tfmulti else contextlib.nullcontext()
     with scope:
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        dropout = [] if rate is None else [keras.layers.Dropout(rate)]
+        model = keras.Sequential([keras.Input((1,)), *dropout, keras.layers.Dense(1)])
         if by_tfmulti:
             prepare(model)
         model.compile("sgd", "mse", **options)
@@ -37,7 +38,6 @@ def test_fit_says_that_a_pydataset_has_another_order(capsys: pytest.CaptureFixtu
             return X[index * 8 : index * 8 + 8], X[index * 8 : index * 8 + 8]
 
     model = compiled()
-    model.fit(Batches(), epochs=1, verbose=0)
     model.fit(Batches(), epochs=1, verbose=2, shuffle=False)
     assert "PyDataset" not in capsys.readouterr().out
     model.fit(Batches(), epochs=1, verbose=2)
@@ -54,7 +54,6 @@ def test_fit_says_that_plain_keras_counts_the_end_of_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = compiled()
-    model.fit(batches(), verbose=0)
     model.fit(batches(), verbose=2, steps_per_epoch=4)
     model.predict(batches(), verbose=2)
     assert "plain Keras" not in capsys.readouterr().out
@@ -123,3 +122,26 @@ def test_steps_that_plain_keras_takes_too_are_not_told(capsys: pytest.CaptureFix
     compiled().fit(X, X, batch_size=8, steps_per_epoch=3, verbose=2)
     model.fit(ENDLESS, steps_per_epoch=3, verbose=2)
     assert "plain Keras" not in capsys.readouterr().out
+
+
+def test_fit_without_output_warns_of_a_difference() -> None:
+    model = compiled()
+    with pytest.warns(UserWarning, match="steps: .* plain Keras takes one step more") as caught:
+        model.fit(batches(), verbose=0)
+        model.fit(batches(), verbose=0)
+        model.evaluate(batches(), verbose=0)
+    # The warning names the line of the user's program.
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_fit_says_that_xla_of_plain_keras_draws_other_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for rate, count in ((0.5, 1), (None, 0)):
+        model = compiled(rate=rate, jit_compile=True)
+        model.fit(X, X, verbose=2)
+        model.fit(X, X, verbose=2)
+        told = capsys.readouterr().out
+        assert told.count("XLA, its default on GPUs, draws other ones") == count
+    compiled(rate=0.5, jit_compile=False).fit(X, X, verbose=2)
+    assert "XLA" not in capsys.readouterr().out
