@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd
+from tests.programs.common import SPARSE, adam, classifier, features, fit, labels, sgd, tokens
 from tests.programs.registry import Made, program
 
 X, Y = features(4), labels()
@@ -46,6 +46,50 @@ def masked_batch_normalization() -> Made:
         keras.Model(inputs, outputs),
         {"optimizer": keras.optimizers.SGD(0.1), "loss": SPARSE},
         fit(x.astype("float64"), Y),
+    )
+
+
+@program("Keras: set_floatx, with masks and noise", tolerance=1e-12, floatx="float64")
+def masked_losses_and_noise() -> Made:
+    """A mean over masked steps, and normal noise."""
+    x = tokens()
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(9, 4, mask_zero=True),
+            layers.GRU(4, return_sequences=True),
+            layers.GaussianDropout(0.3, seed=3),
+            layers.Dense(3, "softmax"),
+        ]
+    )
+    return Made(
+        model,
+        {"optimizer": sgd(), "loss": SPARSE},
+        fit(x, x % 3),
+    )
+
+
+def absolute_errors(y_true: Any, y_pred: Any) -> Any:
+    """A metric with a value for each row."""
+    return keras.ops.mean(keras.ops.abs(y_pred - y_true), -1)
+
+
+@program("Keras: set_floatx, in eager mode", tolerance=1e-12, floatx="float64")
+def weighted_metric_in_eager_mode() -> Made:
+    """A metric of one's own in eager steps, by weights that are no whole numbers."""
+    return Made(
+        keras.Sequential([keras.Input((4,)), layers.Dense(2)]),
+        {
+            "optimizer": sgd(),
+            "loss": "mse",
+            "weighted_metrics": [absolute_errors],
+            "run_eagerly": True,
+        },
+        fit(
+            X.astype("float64"),
+            features(2).astype("float64"),
+            sample_weight=np.linspace(0.1, 0.7, len(X)),
+        ),
     )
 
 

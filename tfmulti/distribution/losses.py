@@ -117,7 +117,7 @@ def scaled_to_global(
         own_divisor = divisor()
         if own_divisor is None:
             return loss
-        own_divisor = tf.where(replica_slice.own_rows > 0, own_divisor, 0.0)
+        own_divisor = tf.where(replica_slice.own_rows > 0, own_divisor, tf.zeros_like(own_divisor))
         divisors = _divisors.get()
         total = divisors.total_of(own_divisor) if divisors else sum_by_dtype([own_divisor])[0]
         own_part = tf.cast(tf.math.divide_no_nan(own_divisor, total), replica_slice.weight.dtype)
@@ -272,11 +272,13 @@ def divisor_of(
     weighs = reduction == "mean_with_sample_weight" and sample_weight is not None
     if mask is None and not weighs:
         return None
+    values = tf.convert_to_tensor(values)
+    # Sums of 16 bits would lose digits.
+    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
     # Keras' weights of the values are 0 for masked values.
-    ones = tf.ones_like(tf.convert_to_tensor(values), tf.float32)
-    weights = ones if mask is None else tf.cast(mask, tf.float32)
+    weights = tf.ones_like(values, dtype) if mask is None else tf.cast(mask, dtype)
     if weighs:
-        sample_weights = tf.cast(sample_weight, tf.float32)
+        sample_weights = tf.cast(sample_weight, dtype)
         if mask is None:
             return tf.reduce_sum(sample_weights)
         sample_weights, weights = same_rank(sample_weights, weights)

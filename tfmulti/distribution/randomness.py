@@ -173,7 +173,8 @@ def normal(
     numbers = _aligned(
         replica_slice, shape, dtype.size, seed, tf.raw_ops.StatelessRandomNormalV2, dtype=dtype
     )
-    return numbers * tf.cast(stddev, dtype) + tf.cast(mean, dtype)
+    # `tf.cast` would round a Python number to float32 first.
+    return numbers * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
 
 
 def dropout(

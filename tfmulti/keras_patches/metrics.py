@@ -153,12 +153,12 @@ def _metric_of_all_rows(
     # Every replica computes the number of the whole batch, and the replicas' states are summed
     # later. So only replica 0 may count it.
     context = tf.distribute.get_replica_context()
-    counts = tf.cast(context.replica_id_in_sync_group == 0, tf.float32)
+    counts = tf.cast(context.replica_id_in_sync_group == 0, metric.dtype)
 
     def update(y_true: Any, y_pred: Any, weights: Any) -> Any:
         if weights is None:
-            weights = tf.ones([] if one_number else tf.shape(y_pred)[:1])
-        original(metric, y_true, y_pred, counts * tf.cast(weights, tf.float32))
+            weights = tf.ones([] if one_number else tf.shape(y_pred)[:1], counts.dtype)
+        original(metric, y_true, y_pred, counts * tf.cast(weights, counts.dtype))
         return tf.zeros([])
 
     return losses.from_all_rows(replica_slice, update, y_true, y_pred, sample_weight, ATTACHED)
