@@ -103,6 +103,37 @@ def own_trackers_and_weights() -> Made:
     )
 
 
+class OwnSum(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            errors = [ops.mean(ops.square(predicted[name] - y[name])) for name in y]
+            loss = sum(errors)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {**self.compute_metrics(x, y, predicted), "sum": loss}
+
+
+@program(CUSTOM_FIT)
+def several_losses_that_the_step_does_not_compute() -> Made:
+    """A train_step that computes none of the compiled losses, whose logs it then has not."""
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(3, "tanh")(inputs)
+    model = OwnSum(inputs, {"first": layers.Dense(1)(hidden), "second": layers.Dense(2)(hidden)})
+    given = (ONE["x"], {"first": ONE["y"], "second": features(2)})
+    return Made(
+        model,
+        {
+            "optimizer": sgd(),
+            "loss": {"first": "mse", "second": "mae"},
+            "metrics": {"first": "mae"},
+        },
+        fit(*given, validation_data=given),
+        evaluate={"x": given[0], "y": given[1]},
+    )
+
+
 class OtherLogs(keras.Model):
     def train_step(self, data: Any) -> Any:
         logs = dict(super().train_step(data))

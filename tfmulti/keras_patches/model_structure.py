@@ -33,8 +33,25 @@ from tfmulti.keras_patches.patching import is_of_keras
 IN_FIT = "_use_cached_eval_dataset"
 
 
-def build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) -> None:
-    """Builds layers, losses, metrics and maybe the optimizer from the specs of one batch.
+def has_unbuilt_losses(model: keras.Model, targets: Any) -> bool:
+    """Returns whether a model has several compiled losses, which are not built.
+
+    Each of several losses has a log of its own as soon as Keras has built them. Plain Keras builds
+    them when a step first computes them.
+
+    Args:
+        model: the compiled model.
+        targets: the targets of a batch.
+    """
+    losses = model._compile_loss
+    is_unbuilt = losses is not None and not losses.built
+    return is_unbuilt and (tf.nest.is_nested(model.loss) or tf.nest.is_nested(targets))
+
+
+def build_from_specs(
+    model: keras.Model, specs: Any, *, with_optimizer: bool, with_losses: bool
+) -> None:
+    """Builds layers, metrics and maybe the losses and the optimizer from the specs of one batch.
 
     Keras does this in `fit` from a real batch, in `_maybe_symbolic_build`, which fails on a tuple
     of PerReplica values. Call this function inside the strategy's scope, on every worker.
@@ -43,14 +60,17 @@ def build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) ->
         model: the compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
         with_optimizer: whether to build the compiled optimizer for all trainable weights.
+        with_losses: whether to build the compiled losses.
     """
-    optimizer = model.optimizer
+    optimizer, losses = model.optimizer, model._compile_loss
     try:
         if not with_optimizer:
             model.optimizer = None
+        if not with_losses:
+            model._compile_loss = None
         model._symbolic_build(data_batch=specs)
     finally:
-        model.optimizer = optimizer
+        model.optimizer, model._compile_loss = optimizer, losses
 
 
 def last_operations(model: keras.Model) -> list[Any] | None:

@@ -511,7 +511,7 @@ class DistributedModel(keras.Model):
             in_fit = False
             reading = state_of(self).reading
             feed, steps = feed_within_limit(data, self._placement, reading, "evaluate")
-        model_checks.build(self, feed.data.specs)
+        model_checks.build(self, feed.data.specs, step="test_step")
         count = _steps_of(feed, steps)
         if not in_fit:
             notes.tell_steps(self, verbose, x, feed, "steps", steps)
@@ -606,7 +606,7 @@ class DistributedModel(keras.Model):
         if self.test_function is None:
             relocation.enter(self)
         batch = _one_batch(x, y, sample_weight)
-        model_checks.build(self, batch)
+        model_checks.build(self, batch, step="test_step")
         self.make_test_function()
         warn_of_old_values(self, "test_step")
         given = from_batch(batch, self._placement)

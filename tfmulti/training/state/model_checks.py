@@ -19,7 +19,12 @@ from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError, TfmultiError, without_layer
 from tfmulti.keras_patches.classes import original_classes
-from tfmulti.keras_patches.model_structure import build_from_specs, has_own_step, layers_of
+from tfmulti.keras_patches.model_structure import (
+    build_from_specs,
+    has_own_step,
+    has_unbuilt_losses,
+    layers_of,
+)
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
 from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.training.state import relocation
@@ -167,7 +172,9 @@ def as_made(model: keras.Model) -> Iterator[None]:
         yield
 
 
-def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
+def build(
+    model: keras.Model, specs: Any, *, step: str = "train_step", optimizers: bool = False
+) -> None:
     """Builds, in the strategy's scope, the parts of a model that a batch needs.
 
     Every worker calls it. Then it checks that the model can be trained by the replicas.
@@ -175,6 +182,7 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     Args:
         model: the prepared and compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
+        step: the method of the model that takes the batch.
         optimizers: whether to build all optimizers before the first step, which a checkpoint needs.
             Otherwise those of a user's train_step are built when it first applies gradients.
 
@@ -185,21 +193,22 @@ def build(model: keras.Model, specs: Any, *, optimizers: bool = False) -> None:
     # Plain Keras builds an eager model in its first step, so building must not count as a step.
     own_objects = relocation.find(model).own_objects if model.run_eagerly else []
     with python_attributes.kept(own_objects):
-        _build(model, specs, optimizers=optimizers)
+        _build(model, specs, step, optimizers=optimizers)
     check_scope(model)
     check_metrics_add_up(model)
     check_rows_are_free(model)
 
 
-def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
+def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> None:
     """Builds the parts of a model, for `build`."""
     _build_by_own_step(model, specs)
+    with_losses = not _computes_no_losses(model, specs, step)
     several = model.distribute_strategy.num_replicas_in_sync > 1
     # A step with several optimizers updates some of the weights by each. Keras would build the
     # compiled optimizer for all weights.
     by_trace = has_own_step(model, "train_step") and len(optimizers_of(model)) > 1
     try:
-        _build_from_specs(model, specs, with_optimizer=not by_trace)
+        _build_from_specs(model, specs, with_optimizer=not by_trace, with_losses=with_losses)
     except Exception as error:
         if isinstance(_cause_of(error), AttributeError):
             raise _cause_of(error) from None
@@ -219,19 +228,19 @@ def _build(model: keras.Model, specs: Any, *, optimizers: bool) -> None:
         _build_metrics(model, specs)
 
 
-def _build_from_specs(model: keras.Model, specs: Any, *, with_optimizer: bool) -> None:
-    """Builds layers, losses, metrics and maybe the optimizer in the scope, as Keras does."""
+def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:
+    """Builds layers, metrics and maybe other parts in the scope; see `build_from_specs`."""
     with model.distribute_strategy.scope():
         try:
-            build_from_specs(model, specs, with_optimizer=with_optimizer)
+            build_from_specs(model, specs, **parts)
         except Exception:
             if not model.run_eagerly:
                 raise
             # An eager metric may compute with NumPy, and then it cannot be traced. If Keras has
             # built the metrics by now, it does not trace them a second time.
-            build_from_specs(model, specs, with_optimizer=with_optimizer)
-            parts = [part for m in model.metrics for part in getattr(m, "metrics", [m])]
-            if any(not m.variables and is_of_keras(type(m)) for m in parts):
+            build_from_specs(model, specs, **parts)
+            metrics = [part for m in model.metrics for part in getattr(m, "metrics", [m])]
+            if any(not m.variables and is_of_keras(type(m)) for m in metrics):
                 raise
 
 
@@ -287,6 +296,23 @@ def _build_by_own_step(model: keras.Model, specs: Any) -> None:
         return
     if any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
         _trace_without_effect(model, specs)
+
+
+def _computes_no_losses(model: keras.Model, specs: Any, step: str) -> bool:
+    """Returns whether a step of the user's own computes none of several compiled losses.
+
+    A trace of the step shows it. If it computes them, the trace builds them in the scope.
+    """
+    targets = specs[1] if isinstance(specs, tuple) and len(specs) > 1 else None
+    if not (has_own_step(model, step) and has_unbuilt_losses(model, targets)):
+        return False
+    if step != "train_step":
+        return _built_by_trace(model, model.test_step, specs) and has_unbuilt_losses(model, targets)
+    variables_of = state_of(model).traced.optimizer_variables
+    if variables_of is None:
+        variables_of = _trace_without_effect(model, specs)
+    succeeded = all(optimizer in variables_of for optimizer in optimizers_of(model))
+    return succeeded and has_unbuilt_losses(model, targets)
 
 
 def _only_holds(layer: keras.layers.Layer) -> bool:
