@@ -263,3 +263,25 @@ def gradient_of_a_normalized_potential() -> Made:
     x = layers.BatchNormalization(axis=1)(layers.Reshape((4, 2))(images))
     outputs = layers.Dense(1)(layers.Flatten()(x))
     return Made(GradientField(inputs, outputs), {"optimizer": sgd(0.01)}, fit(features(4)))
+
+
+class PenaltyThroughALoop(Adapted):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)
+                # A number that all rows before a row change, as in a filter.
+                total = tf.foldl(lambda kept, row: 0.9 * kept + tf.tanh(row[0]), outputs, 0.0)
+            slope = inner.gradient(total, x)
+            loss = self.loss_of(y, outputs) + 0.1 * total + tf.reduce_mean(tf.square(slope))
+        weights = self.trainable_variables
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program("Gradient penalty of a filter over the rows", expects="inside two gradient tapes")
+def gradient_penalty_through_a_loop_over_rows() -> Made:
+    """A gradient penalty of a value that a loop on tensors computes from all rows."""
+    return _made(PenaltyThroughALoop())

@@ -699,6 +699,14 @@ class _Builder:
             for name, attribute in op.node_def.attr.items()
             if not name.startswith("_") or name == "_gradient_op_type"
         }
+        if op.type.endswith("PartitionedCall") and "_gradient_op_type" not in attributes:
+            # Inside two tapes TensorFlow makes a loop a function, whose gradient only these tapes
+            # know.
+            raise ModelError(
+                "the train_step differentiates a loop or a condition on tensors inside two gradient "
+                "tapes, and its value needs the rows of all replicas. Compute the value without "
+                "the loop, for example by a sum or a matrix product."
+            )
         new_op = value.graph.create_op(
             op.type,
             list(inputs),
