@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,10 +129,12 @@ def test_fit_without_output_warns_of_a_difference() -> None:
     model = compiled()
     with pytest.warns(UserWarning, match="steps: .* plain Keras takes one step more") as caught:
         model.fit(batches(), verbose=0)
-        model.fit(batches(), verbose=0)
-        model.evaluate(batches(), verbose=0)
     # The warning names the line of the user's program.
     assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(batches(), verbose=0)
+        model.evaluate(batches(), verbose=0)
 
 
 def test_fit_says_that_xla_of_plain_keras_draws_other_numbers(
