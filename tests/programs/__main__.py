@@ -70,7 +70,7 @@ def run(
             with strategy.scope():
                 made = program.make()
                 if not plain:
-                    prepare(made.model)
+                    prepare(made.model, **made.prepare)
                 made.model.compile(**made.compile)
             return _left_by(made, program.apart)
     finally:

@@ -39,7 +39,7 @@ def _made(name: str, *arguments: Any, **more: Any) -> Any:
     return getattr(layers, name)(*arguments, **more)
 
 
-def _sized(name: str, *arguments: Any, **more: Any) -> dict[str, tuple[str, Make]]:
+def sized(name: str, *arguments: Any, **more: Any) -> dict[str, tuple[str, Make]]:
     """Returns branches for the forms of a layer for one, two and three dimensions."""
     inputs = {"1D": "sequence", "2D": "image", "3D": "volume"}
     return {
@@ -132,20 +132,20 @@ OF_SEQUENCES = {
     "ConvLSTM3D": ("videos of volumes", lambda: layers.ConvLSTM3D(2, 2)),
 }
 IN_SEVERAL_DIMENSIONS = {
-    **_sized("Conv#", 3, 2, activation="tanh"),
-    **_sized("Conv#Transpose", 3, 2),
-    **_sized("DepthwiseConv#", 2),
-    **_sized("SeparableConv#", 3, 2),
-    **_sized("AdaptiveAveragePooling#", 2),
-    **_sized("AdaptiveMaxPooling#", 2),
-    **_sized("AveragePooling#", 2),
-    **_sized("MaxPooling#"),
-    **_sized("GlobalAveragePooling#"),
-    **_sized("GlobalMaxPooling#"),
-    **_sized("Cropping#", 1),
-    **_sized("ZeroPadding#", 1),
-    **_sized("UpSampling#"),
-    **_sized("SpatialDropout#", 0.3, seed=1),
+    **sized("Conv#", 3, 2, activation="tanh"),
+    **sized("Conv#Transpose", 3, 2),
+    **sized("DepthwiseConv#", 2),
+    **sized("SeparableConv#", 3, 2),
+    **sized("AdaptiveAveragePooling#", 2),
+    **sized("AdaptiveMaxPooling#", 2),
+    **sized("AveragePooling#", 2),
+    **sized("MaxPooling#"),
+    **sized("GlobalAveragePooling#"),
+    **sized("GlobalMaxPooling#"),
+    **sized("Cropping#", 1),
+    **sized("ZeroPadding#", 1),
+    **sized("UpSampling#"),
+    **sized("SpatialDropout#", 0.3, seed=1),
 }
 
 

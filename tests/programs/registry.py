@@ -36,6 +36,7 @@ class Made:
         use: a function that is called instead of `fit`. It returns numbers by name.
         after: a function that is called after training. It returns numbers by name.
         optimizers: the optimizers that are no attributes of the model.
+        prepare: options of `prepare`.
     """
 
     model: keras.Model
@@ -46,6 +47,7 @@ class Made:
     use: Callable[[keras.Model], dict[str, Any]] | None = None
     after: Callable[[keras.Model], dict[str, Any]] | None = None
     optimizers: dict[str, keras.optimizers.Optimizer] = field(default_factory=dict)
+    prepare: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
