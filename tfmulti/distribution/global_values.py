@@ -703,9 +703,9 @@ class _Builder:
             # Inside two tapes TensorFlow makes a loop a function, whose gradient only these tapes
             # know.
             raise ModelError(
-                "the train_step differentiates a loop or a condition on tensors inside two gradient "
-                "tapes, and its value needs the rows of all replicas. Compute the value without "
-                "the loop, for example by a sum or a matrix product."
+                "the train_step differentiates a loop or a condition on tensors inside two "
+                "gradient tapes, and its value needs the rows of all replicas. Compute the value "
+                "without the loop, for example by a sum or a matrix product."
             )
         new_op = value.graph.create_op(
             op.type,

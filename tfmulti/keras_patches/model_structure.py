@@ -3,6 +3,7 @@
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | `build_from_specs` | `Trainer._symbolic_build` | keras#20585 | `fit` builds on MultiWorkerMirroredStrategy |
+| `has_unbuilt_losses` | `Trainer._compile_loss` | none | plain Keras builds the losses before the first step |
 | `last_operations` | `KerasTensor._keras_history` | none: not exported | Keras tells which layer made a tensor |
 | `layers_of`, `sublayers`, `own_variables` | `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
 | `function_of`, `operations_of` | `MeanMetricWrapper._fn`, `Functional._operations` | none | Keras tells them |

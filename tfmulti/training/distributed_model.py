@@ -55,8 +55,9 @@ from tfmulti.training.input.feed import (
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.worker_batch import WorkerBatch
-from tfmulti.training.loop import loops, notes, same_data
+from tfmulti.training.loop import loops, same_data
 from tfmulti.training.loop.keras_limits import feed_within_limit, limited_epochs
+from tfmulti.training.loop.notes import Notes
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -417,15 +418,12 @@ class DistributedModel(keras.Model):
                 is_built = False
             count = steps_per_epoch or feed.data.steps
             self.stop_training = False
-            notes.tell_order(self, verbose, feed, seeds)
-            notes.tell_steps(
-                self, verbose, x, feed, "steps_per_epoch", steps_per_epoch, epochs - initial_epoch
-            )
+            notes = Notes(self, verbose)
+            notes.tell_order(feed, seeds)
+            notes.tell_steps(x, feed, "steps_per_epoch", steps_per_epoch, epochs - initial_epoch)
             if validation is not None:
-                notes.tell_steps(
-                    self, verbose, xv, validation, "validation_steps", validation_steps
-                )
-            notes.tell_draws(self, verbose)
+                notes.tell_steps(xv, validation, "validation_steps", validation_steps)
+            notes.tell_draws()
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
@@ -514,7 +512,7 @@ class DistributedModel(keras.Model):
         model_checks.build(self, feed.data.specs, step="test_step")
         count = _steps_of(feed, steps)
         if not in_fit:
-            notes.tell_steps(self, verbose, x, feed, "steps", steps)
+            Notes(self, verbose).tell_steps(x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_test_function()
         warn_of_old_values(self, "test_step")
@@ -550,7 +548,7 @@ class DistributedModel(keras.Model):
             same_data.check_same_data(self, feed)
         count = _steps_of(feed, steps)
         if steps is not None:
-            notes.tell_steps(self, verbose, x, feed, "steps", steps)
+            Notes(self, verbose).tell_steps(x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         with closing(feed):

@@ -21,96 +21,85 @@ from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.state.trainer_state import state_of
 
 
-def tell_order(model: keras.Model, verbose: Any, feed: Feed, shuffle: Shuffle | None) -> None:
-    """Tells that a PyDataset is not read in the order of plain Keras, if it is shuffled."""
-    if shuffle is not None and isinstance(feed, PyDatasetFeed):
-        _tell_once(
-            model,
-            verbose,
-            "order",
-            f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), not "
-            "that of plain Keras; fit(shuffle=False) keeps the order of the batches",
-        )
+class Notes:
+    """Tells the differences of one call of a method of a model, each of them once for the model."""
 
+    def __init__(self, model: keras.Model, verbose: Any) -> None:
+        """Takes the prepared and compiled model, and the method's argument `verbose`."""
+        self._model, self._verbose = model, verbose
 
-def tell_steps(
-    model: keras.Model,
-    verbose: Any,
-    data: Any,
-    feed: Feed,
-    argument: str,
-    steps: int | None,
-    epochs: int = 1,
-) -> None:
-    """Tells that plain Keras would take other steps, if that is so.
-
-    Plain Keras takes a step that finds no data if only reading tells how long the data is. If an
-    execution has several steps, it takes whole executions as long as there is data. It ends an
-    epoch where arrays end.
-
-    Args:
-        model: the prepared and compiled model.
-        verbose: the argument of `fit`, `evaluate` or `predict`.
-        data: the data, as the user gave it. Plain Keras cannot read a source of tfmulti.
-        feed: the feed of the data.
-        argument: the name of the argument that tells the number of steps.
-        steps: the value of this argument.
-        epochs: the number of epochs that take so many steps each.
-    """
-    if isinstance(data, Source):
-        return
-    at_once, length = int(model.steps_per_execution), feed.data.steps
-    if steps is None:
-        if length is None and at_once == 1 and not model.run_eagerly:
-            _tell_once(
-                model,
-                verbose,
-                "steps",
-                "the length of the data is not known before it is read; plain Keras takes one step "
-                "more at its end, without rows, which draws random numbers, and counts for "
-                f"learning rates and for the losses of several outputs; {argument}= avoids this",
+    def tell_order(self, feed: Feed, shuffle: Shuffle | None) -> None:
+        """Tells that a PyDataset is not read in the order of plain Keras, if it is shuffled."""
+        if shuffle is not None and isinstance(feed, PyDatasetFeed):
+            self._tell_once(
+                "order",
+                f"the PyDataset's batches have an order of tfmulti's own (seed {shuffle.seed}), "
+                "not that of plain Keras; fit(shuffle=False) keeps the order of the batches",
             )
-        return
-    taken = -(-steps // at_once) * at_once
-    is_of_epochs = argument == "steps_per_epoch" and feed.data.endless
-    if is_of_epochs and length is not None and length % steps and length < steps * epochs:
-        _tell_once(
-            model,
-            verbose,
-            "steps",
-            f"steps_per_epoch={steps} does not divide the {length} batches of the arrays; after "
-            "the last batch the epoch goes on with the first, where plain Keras ends it",
-        )
-    elif taken > steps and (length is None or length > steps):
-        _tell_once(
-            model,
-            verbose,
-            argument,
-            f"{argument}={steps} is no multiple of steps_per_execution={at_once}; these {steps} "
-            f"steps are taken, where plain Keras takes {min(taken, length or taken)}",
-        )
 
+    def tell_steps(
+        self, data: Any, feed: Feed, argument: str, steps: int | None, epochs: int = 1
+    ) -> None:
+        """Tells that plain Keras would take other steps, if that is so.
 
-def tell_draws(model: keras.Model, verbose: Any) -> None:
-    """Tells that plain Keras draws other random numbers, if XLA compiles its step."""
-    if model.jit_compile and not model.run_eagerly and any(map(is_seed, model.variables)):
-        _tell_once(
-            model,
-            verbose,
-            "random",
-            "dropout and other random numbers are those of plain Keras with "
-            "compile(jit_compile=False); XLA, its default on GPUs, draws other ones",
-        )
+        Plain Keras takes a step that finds no data if only reading tells how long the data is. If
+        an execution has several steps, it takes whole executions as long as there is data. It ends
+        an epoch where arrays end.
 
+        Args:
+            data: the data, as the user gave it. Plain Keras cannot read a source of tfmulti.
+            feed: the feed of the data.
+            argument: the name of the argument that tells the number of steps.
+            steps: the value of this argument.
+            epochs: the number of epochs that take so many steps each.
+        """
+        if isinstance(data, Source):
+            return
+        at_once, length = int(self._model.steps_per_execution), feed.data.steps
+        if steps is None:
+            if length is None and at_once == 1 and not self._model.run_eagerly:
+                self._tell_once(
+                    "steps",
+                    "the length of the data is not known before it is read; plain Keras takes one "
+                    "step more at its end, without rows, which draws random numbers, and counts "
+                    "for learning rates and for the losses of several outputs; "
+                    f"{argument}= avoids this",
+                )
+            return
+        taken = -(-steps // at_once) * at_once
+        is_of_epochs = argument == "steps_per_epoch" and feed.data.endless
+        if is_of_epochs and length is not None and length % steps and length < steps * epochs:
+            self._tell_once(
+                "steps",
+                f"steps_per_epoch={steps} does not divide the {length} batches of the arrays; "
+                "after the last batch the epoch goes on with the first, where plain Keras ends it",
+            )
+        elif taken > steps and (length is None or length > steps):
+            self._tell_once(
+                argument,
+                f"{argument}={steps} is no multiple of steps_per_execution={at_once}; these "
+                f"{steps} steps are taken, where plain Keras takes {min(taken, length or taken)}",
+            )
 
-def _tell_once(model: keras.Model, verbose: Any, topic: str, text: str) -> None:
-    """Tells a difference on the chief, unless one of this topic was told for this model."""
-    state, is_chief = state_of(model), placement_of(model.distribute_strategy).is_chief
-    if topic in state.told:
-        return
-    state.told.add(topic)
-    if verbose not in (0, "0"):
-        speaker(is_chief)(topic, text)
-    elif is_chief:
-        # The line of the user's program that calls `fit` or another method.
-        warnings.warn(f"{topic}: {text}.", stacklevel=5)
+    def tell_draws(self) -> None:
+        """Tells that plain Keras draws other random numbers, if XLA compiles its step."""
+        is_compiled = self._model.jit_compile and not self._model.run_eagerly
+        if is_compiled and any(map(is_seed, self._model.variables)):
+            self._tell_once(
+                "random",
+                "dropout and other random numbers are those of plain Keras with "
+                "compile(jit_compile=False); XLA, its default on GPUs, draws other ones",
+            )
+
+    def _tell_once(self, topic: str, text: str) -> None:
+        """Tells a difference on the chief, unless one of this topic was told for the model."""
+        state = state_of(self._model)
+        is_chief = placement_of(self._model.distribute_strategy).is_chief
+        if topic in state.told:
+            return
+        state.told.add(topic)
+        if self._verbose not in (0, "0"):
+            speaker(is_chief)(topic, text)
+        elif is_chief:
+            # The line of the user's program that calls `fit` or another method.
+            warnings.warn(f"{topic}: {text}.", stacklevel=5)
