@@ -130,22 +130,27 @@ class PlainRun:
         return perturbing
 
     def _perturbed_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Returns the gradients, each number made larger or smaller if `_perturbs` is True."""
+        """Returns the gradients, each number moved towards 0 or beyond it if `_perturbs` is True.
+
+        A number that is rounding only changes its sign.
+        """
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         values = [None if v is None else tf.convert_to_tensor(v) for v in values]
-        sizes = [tf.reduce_max(tf.abs(tf.cast(v, tf.float64))) for v in values if v is not None]
+        sizes = [tf.cast(tf.reduce_max(tf.abs(v)), tf.float64) for v in values if v is not None]
         largest = tf.reduce_max(tf.stack([*sizes, tf.constant(0.0, tf.float64)]))
+        changes: dict[tf.DType, tf.Tensor] = {}
+        for dtype in {value.dtype for value in values if value is not None}:
+            number = comparison.relative_perturbation(np.dtype(dtype.as_numpy_dtype), self._unit)
+            change = tf.cast(comparison.GRADIENTS_PERTURBED_BY * number * largest, dtype)
+            changes[dtype] = tf.where(self._perturbs, change, tf.zeros_like(change))
         perturbed: list[Any] = []
-        for number, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
+        for gradient, value in zip(gradients, values, strict=True):
             if value is None:
                 perturbed.append(None)
                 continue
-            dtype = np.dtype(value.dtype.as_numpy_dtype)
-            relative = comparison.relative_perturbation(dtype, self._unit)
-            signs = tf.sign(tf.random.stateless_uniform(tf.shape(value), [19, number], -1.0, 1.0))
-            size = comparison.GRADIENTS_PERTURBED_BY * relative * largest
-            changed = value + tf.cast(signs, value.dtype) * tf.cast(size, value.dtype)
-            value = tf.where(self._perturbs, changed, value)
+            change = changes[value.dtype]
+            # Few operations, because a model may have hundreds of gradients.
+            value += tf.where(value > 0, -change, change)
             recording.set_source(value, gradient)
             if isinstance(gradient, tf.IndexedSlices):
                 value = tf.IndexedSlices(value, gradient.indices, gradient.dense_shape)
