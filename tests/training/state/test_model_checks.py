@@ -1,4 +1,4 @@
-"""Tests the error of a model whose own `call` cannot compute the data."""
+"""Tests the parts that are built before a step, and the error of data that does not fit."""
 
 from __future__ import annotations
 
@@ -101,3 +101,27 @@ def test_an_error_of_tfmulti_stays() -> None:
 
     with pytest.raises(tfmulti.ModelError, match=r"^take another layer\.$"):
         fitted(fails, IMAGES)
+
+
+class OwnTest(keras.Model):
+    """Evaluates without the compiled losses, and counts the traces."""
+
+    traces = 0
+
+    def test_step(self, data: Any) -> Any:
+        OwnTest.traces += 1
+        x, y = data
+        return {"error": keras.ops.mean(keras.ops.square(self(x)["first"] - y["first"]))}
+
+
+def test_an_evaluation_without_the_compiled_losses_is_traced_once_more() -> None:
+    """The first trace shows that the step computes no loss. Later calls trace nothing."""
+    x = np.ones((8, 2), np.float32)
+    inputs = keras.Input((2,))
+    model = OwnTest(inputs, {name: keras.layers.Dense(2)(inputs) for name in ("first", "second")})
+    model.compile(loss={"first": "mse", "second": "mae"})
+    tfmulti.prepare(model)
+    for _ in range(3):
+        found = model.evaluate(x, {"first": x, "second": x}, verbose=0, return_dict=True)
+        assert list(found) == ["error"]
+    assert OwnTest.traces == 2

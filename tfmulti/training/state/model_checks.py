@@ -306,12 +306,15 @@ def _computes_no_losses(model: keras.Model, specs: Any, step: str) -> bool:
     targets = specs[1] if isinstance(specs, tuple) and len(specs) > 1 else None
     if not (has_own_step(model, step) and has_unbuilt_losses(model, targets)):
         return False
-    if step != "train_step":
-        return _built_by_trace(model, model.test_step, specs) and has_unbuilt_losses(model, targets)
-    variables_of = state_of(model).traced.optimizer_variables
-    if variables_of is None:
-        variables_of = _trace_without_effect(model, specs)
-    succeeded = all(optimizer in variables_of for optimizer in optimizers_of(model))
+    if step == "train_step":
+        variables_of = state_of(model).traced.optimizer_variables
+        if variables_of is None:
+            variables_of = _trace_without_effect(model, specs)
+        succeeded = all(optimizer in variables_of for optimizer in optimizers_of(model))
+    else:
+        # An earlier trace was followed by this function.
+        has_trace = model.test_function is not None
+        succeeded = has_trace or _built_by_trace(model, model.test_step, specs)
     return succeeded and has_unbuilt_losses(model, targets)
 
 
