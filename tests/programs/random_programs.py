@@ -232,7 +232,7 @@ class OwnLayer(layers.Layer):
 
 
 class OwnMetric(keras.metrics.Metric):
-    """Keeps a sum of random expressions of all predictions, and their number."""
+    """Keeps the sum of a random expression of the predictions of each batch, or the largest one."""
 
     def __init__(self, draw: Draw) -> None:
         super().__init__(name="own", dtype=FLOAT)
@@ -478,6 +478,29 @@ def _steps_of_tokens(draw: Draw, tokens: Any) -> Any:
     return x
 
 
+def _compiled(draw: Draw, targets: list[str]) -> dict[str, Any]:
+    """Returns the arguments of `compile`."""
+    losses = [_loss(draw, target) for target in targets]
+    metrics = [
+        [_of_kind(draw, METRICS, target) for _ in range(draw.randrange(3))] for target in targets
+    ]
+    if draw.chance(0.25):
+        metrics[0].append(OwnMetric(draw))
+    name = "weighted_metrics" if draw.chance(0.4, "weighted") else "metrics"
+    compiled: dict[str, Any] = {"optimizer": _optimizer(draw)}
+    if len(targets) == 1:
+        compiled |= {"loss": losses[0], name: metrics[0]}
+    else:
+        names = [f"out_{i}" for i in range(len(targets))]
+        compiled |= {
+            "loss": dict(zip(names, losses, strict=True)),
+            name: dict(zip(names, metrics, strict=True)),
+        }
+        if draw.chance(0.5, "loss_weights"):
+            compiled["loss_weights"] = {"out_0": 0.3, "out_1": 2.0}
+    return compiled
+
+
 def made(seed: int, words: list[str] | None = None, **options: Any) -> Made:
     """Returns the program of a seed.
 
@@ -511,28 +534,11 @@ def made(seed: int, words: list[str] | None = None, **options: Any) -> Made:
     model = (OwnStep if is_own else keras.Model)(inputs, outputs)
     if is_own:
         model.choose(draw)
-    losses = [_loss(draw, target) for target in targets]
-    metrics = [
-        [_of_kind(draw, METRICS, target) for _ in range(draw.randrange(3))] for target in targets
-    ]
-    if draw.chance(0.25):
-        metrics[0].append(OwnMetric(draw))
-    name = "weighted_metrics" if draw.chance(0.4, "weighted") else "metrics"
-    compiled: dict[str, Any] = {"optimizer": _optimizer(draw)}
-    if len(targets) == 1:
-        compiled |= {"loss": losses[0], name: metrics[0]}
-    else:
-        names = [f"out_{i}" for i in range(len(targets))]
-        compiled |= {
-            "loss": dict(zip(names, losses, strict=True)),
-            name: dict(zip(names, metrics, strict=True)),
-        }
-        if draw.chance(0.5, "loss_weights"):
-            compiled["loss_weights"] = {"out_0": 0.3, "out_1": 2.0}
+    compiled = _compiled(draw, targets)
     fit, evaluate = _data(draw, kinds, targets)
     fit["callbacks"] = _callbacks(draw)
     if words is not None:
-        words.extend(draw.words)
+        words[:] = draw.words
     predict = {"x": evaluate["x"], "batch_size": draw.choice([4, 9])}
     return Made(model, compiled | options, fit, evaluate=evaluate, predict=predict)
 
