@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -132,6 +133,23 @@ def several_losses_that_the_step_does_not_compute() -> Made:
         fit(*given, validation_data=given),
         evaluate={"x": given[0], "y": given[1]},
     )
+
+
+class OwnSumAndTest(OwnSum):
+    def test_step(self, data: Any) -> Any:
+        logs = super().test_step(data)
+        if not hasattr(self, "size"):
+            self.size = keras.metrics.Mean("size")
+        self.size.update_state(ops.abs(self(data[0])["first"]))
+        return {**logs, "size": self.size.result()}
+
+
+@program(CUSTOM_FIT)
+def losses_and_a_metric_of_the_test_step() -> Made:
+    """A test_step that builds the losses and makes a metric, which the train_step then has not."""
+    made = several_losses_that_the_step_does_not_compute()
+    model = OwnSumAndTest(made.model.inputs, made.model.output)
+    return replace(made, model=model)
 
 
 class OtherLogs(keras.Model):

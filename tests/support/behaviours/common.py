@@ -31,16 +31,20 @@ here = Here()
 
 
 def classifier(
-    *extra: keras.layers.Layer, prepared: Any = None, **compile_options: Any
+    *extra: keras.layers.Layer,
+    prepared: Any = None,
+    kind: type[keras.Sequential] = keras.Sequential,
+    **compile_options: Any,
 ) -> keras.Model:
     """Returns a small model with `extra` layers in its middle.
 
-    `prepared` are options of `prepare`, `compile_options` those of `compile`.
+    `prepared` are options of `prepare`, `compile_options` those of `compile`, and `kind` is the
+    class of the model.
     """
     keras.utils.set_random_seed(1)
     with here.strategy.scope():
         model = prepare(
-            keras.Sequential(
+            kind(
                 [
                     keras.Input((6,)),
                     keras.layers.Dense(8, "relu"),

@@ -143,6 +143,7 @@ def run(
     same_process: bool = False,
     validation: Callable[[], Any] = lambda: (X[60:], Y[60:]),
     prepared: Mapping[str, Any] | None = None,
+    kind: type[keras.Sequential] = keras.Sequential,
     checkpoint: Callable[[Path], Checkpoint] = lambda folder: Checkpoint(
         folder, every_steps=2, every_s=None
     ),
@@ -159,6 +160,7 @@ def run(
         layers = extra()
     model = classifier(
         *layers,
+        kind=kind,
         prepared={"seed": 4, "sync_batch_norm": False, **(prepared or {})},
         optimizer=adam,
         steps_per_execution=steps_per_execution,
@@ -308,6 +310,23 @@ def stopped_with_layers_built_late() -> bool:
         return [NoiseInOneMode(training=True), NoiseInOneMode(training=False)]
 
     return resumes(StopsAt(5), StopsAt(1), extra=both)
+
+
+class MeasuredInValidation(keras.Sequential):
+    """Makes a metric when a validation is first traced."""
+
+    def test_step(self, data: Any) -> Any:
+        logs = super().test_step(data)
+        if not hasattr(self, "largest"):
+            self.largest = keras.metrics.Mean("largest")
+        self.largest.update_state(keras.ops.max(self(data[0]), axis=-1))
+        return {**logs, "largest": self.largest.result()}
+
+
+def stopped_with_a_metric_of_the_validation() -> bool:
+    """The run stops in the evaluation of the first epoch, and in the second epoch."""
+    stops = StopsAt(3, in_evaluation=True), StopsAt(3)
+    return resumes(*stops, kind=MeasuredInValidation)
 
 
 class OtherDense(keras.layers.Dense):

@@ -22,6 +22,7 @@ from tfmulti import prepare
 from tfmulti.distribution import connections
 from tfmulti.distribution.agreement import broadcast, gather, gather_bytes
 from tfmulti.distribution.connections import made_channel
+from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.transport import channel
 from tfmulti.launch.heartbeat import BUSY, FIRST, heartbeat
 from tfmulti.training.input import pipeline
@@ -406,7 +407,7 @@ def what_travels_over_the_channel_after_a_step() -> Any:
     gather(here.strategy, [1])
     counts.append(made.sent_bytes)
     with heartbeat().working(model):
-        metric_states(model)
+        metric_states(model, metric_variables(model))
         # As in a checkpoint: this worker may still wait for others.
         assert heartbeat().record().phase != BUSY
     counts.append(made.sent_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import traceback
 import types
@@ -201,8 +202,12 @@ def build(
 
 def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> None:
     """Builds the parts of a model, for `build`."""
-    _build_by_own_step(model, specs)
-    with_losses = not _computes_no_losses(model, specs, step)
+    has_own = has_own_step(model, step)
+    trace = functools.cache(functools.partial(_trace_own_step, model, specs, step))
+    if has_own and any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
+        # The model's `call` need not use all layers that the step calls.
+        trace()
+    with_losses = not (has_own and _computes_no_losses(model, specs, trace))
     several = model.distribute_strategy.num_replicas_in_sync > 1
     # A step with several optimizers updates some of the weights by each. Keras would build the
     # compiled optimizer for all weights.
@@ -224,8 +229,11 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
     if optimizers:
         build_optimizers(model, specs)
-    if several:
-        _build_metrics(model, specs)
+    # A metric that a replica's step makes would have variables of which that step knows nothing. A
+    # metric that is made after a checkpoint was read would not get its state.
+    has_all_metrics = all(m.variables for m in model.metrics) and not _makes_metrics(model)
+    if has_own and (several or optimizers) and not has_all_metrics:
+        trace()
 
 
 def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:
@@ -284,38 +292,27 @@ def _takes_batches_as_keras(model: keras.Model) -> bool:
     return not (has_own_step(model, "train_step") or has_own_step(model, "test_step"))
 
 
-def _build_by_own_step(model: keras.Model, specs: Any) -> None:
-    """Builds, in the scope, the layers that a train_step of the user's own calls.
+def _trace_own_step(model: keras.Model, specs: Any, step: str) -> bool:
+    """Traces a step of the user's own without side effects, and returns whether it did not fail.
 
-    The model's `call` need not use all of them. Plain Keras builds them when it traces the step.
+    The trace builds, in the scope, what plain Keras builds when it traces the step: layers, metrics
+    and compiled losses that the step uses. A step that was traced before is not traced again.
     """
-    if (
-        not has_own_step(model, "train_step")
-        or state_of(model).traced.optimizer_variables is not None
-    ):
-        return
-    if any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
-        _trace_without_effect(model, specs)
+    if step == "test_step":
+        return model.test_function is not None or _built_by_trace(model, model.test_step, specs)
+    variables_of = state_of(model).traced.optimizer_variables
+    if variables_of is None:
+        variables_of = _trace_without_effect(model, specs)
+    return all(optimizer in variables_of for optimizer in optimizers_of(model))
 
 
-def _computes_no_losses(model: keras.Model, specs: Any, step: str) -> bool:
+def _computes_no_losses(model: keras.Model, specs: Any, trace: Callable[[], bool]) -> bool:
     """Returns whether a step of the user's own computes none of several compiled losses.
 
-    A trace of the step shows it. If it computes them, the trace builds them in the scope.
+    A trace of the step shows it, since it builds the losses that the step computes.
     """
     targets = specs[1] if isinstance(specs, tuple) and len(specs) > 1 else None
-    if not (has_own_step(model, step) and has_unbuilt_losses(model, targets)):
-        return False
-    if step == "train_step":
-        variables_of = state_of(model).traced.optimizer_variables
-        if variables_of is None:
-            variables_of = _trace_without_effect(model, specs)
-        succeeded = all(optimizer in variables_of for optimizer in optimizers_of(model))
-    else:
-        # An earlier trace was followed by this function.
-        has_trace = model.test_function is not None
-        succeeded = has_trace or _built_by_trace(model, model.test_step, specs)
-    return succeeded and has_unbuilt_losses(model, targets)
+    return has_unbuilt_losses(model, targets) and trace() and has_unbuilt_losses(model, targets)
 
 
 def _only_holds(layer: keras.layers.Layer) -> bool:
@@ -364,23 +361,6 @@ def _trace_without_effect(model: keras.Model, specs: Any) -> dict[Any, Any]:
     if _built_by_trace(model, model.train_step, specs):
         variables_of |= dict.fromkeys(o for o in optimizers_of(model) if o not in variables_of)
     return variables_of
-
-
-def _build_metrics(model: keras.Model, specs: Any) -> None:
-    """Builds, in the scope, the metrics that only a step of the user's own builds or makes.
-
-    A metric that a replica's step builds would have variables of which that step knows nothing.
-    """
-
-    def may_build(name: str, function: Any) -> bool:
-        is_new = function is None and has_own_step(model, name)
-        return is_new and (not all(m.variables for m in model.metrics) or _makes_metrics(model))
-
-    is_traced = state_of(model).traced.optimizer_variables is not None
-    if may_build("train_step", model.train_function) and not is_traced:
-        _trace_without_effect(model, specs)
-    if may_build("test_step", model.test_function):
-        _built_by_trace(model, model.test_step, specs)
 
 
 # Keras calls these methods before a step, and in a scope.

@@ -30,17 +30,21 @@ from tfmulti.training.state.variable_names import named_variables, places_of
 Tree = dict[str, Any]
 
 
-def capture(model: keras.Model) -> Tree:
+def capture(model: keras.Model, metrics: list[Any]) -> Tree:
     """Returns the state that is not trained: metrics, random generators and other variables.
 
     An evaluation changes nothing besides this state. Every worker calls it: it is a collective.
+
+    Args:
+        model: the built model.
+        metrics: the variables of its metrics.
     """
     state = state_of(model)
     generator = global_generator()
     variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
     return {
         "variables": state.saved_variables | variables,
-        "metrics": metric_states(model),
+        "metrics": metric_states(model, metrics),
         "generator": None if generator is None else _value(generator.state),
         "random": random_states(),
     }
@@ -118,12 +122,11 @@ def _value(variable: Any) -> np.ndarray:
     return np.array(array_of(keras.ops.convert_to_tensor(variable)))
 
 
-def metric_states(model: keras.Model) -> Tree:
-    """Returns each metric variable's values on all replicas as [replicas, …], by name.
+def metric_states(model: keras.Model, variables: list[Any]) -> Tree:
+    """Returns the values of variables of metrics on all replicas as [replicas, …], by name.
 
     Every worker calls it: it is a collective.
     """
-    variables = replica_context.metric_variables(model)
     own_values = [
         np.stack([array_of(part) for part in components(variable.value)]) for variable in variables
     ]

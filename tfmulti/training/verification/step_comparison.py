@@ -194,7 +194,7 @@ class StepComparison:
         names = {id(variable): name for name, variable in self._state.named().items()}
         variables = metric_variables(self._model)
         if self.placement.workers > 1:
-            states = list(run_state.metric_states(self._model).values())
+            states = list(run_state.metric_states(self._model, variables).values())
         else:
             states = [np.stack(after[names[id(tf_variable_of(v))]]) for v in variables]
         return {
