@@ -53,6 +53,47 @@ def _mapped(x: Rows) -> Rows:
     return tf.vectorized_map(lambda row: row * tf.reduce_sum(row), x)
 
 
+def _looped(x: Rows) -> Rows:
+    def body(i: Any, rows: Rows) -> tuple[Any, Rows]:
+        return i + 1, rows - 0.2 * tf.reduce_mean(rows, 0, keepdims=True)
+
+    return tf.while_loop(lambda i, rows: i < 3, body, (0, x))[1]
+
+
+_halving = tf.custom_gradient(lambda x: (tf.square(x), lambda gradient: gradient * x * 0.5))
+_centering = tf.custom_gradient(lambda x: (x + 0.1, _centered))
+_computed_again = tf.recompute_grad(lambda x: tf.tanh(x) * x)
+_compiled = tf.function(lambda x: x * tf.reduce_mean(tf.abs(x), 0))
+
+
+def _by_halves(x: Rows) -> Rows:
+    half = tf.shape(x)[0] // 2
+    return tf.concat([x[half:], x[:half] * 0.5], 0)
+
+
+def _scattered(x: Rows) -> Rows:
+    rows = tf.shape(x)[0]
+    return tf.tensor_scatter_nd_add(x, (tf.range(rows)[:, None] * 3) % rows, x * 0.3)
+
+
+def _spectrum(x: Rows) -> Rows:
+    values = tf.signal.fft(tf.cast(tf.transpose(x), "complex128"))
+    return tf.transpose(tf.math.real(values)) / 5
+
+
+def _in_windows(x: Rows) -> Rows:
+    return tf.reduce_mean(tf.signal.frame(tf.pad(x, [[1, 1], [0, 0]]), 3, 1, axis=0), 1)
+
+
+def _by_segments(x: Rows) -> Rows:
+    segments = tf.cast(x[:, 0] > tf.reduce_mean(x[:, 0]), "int32")
+    return x + tf.gather(tf.math.unsorted_segment_mean(x, segments, 2), segments)
+
+
+def _scanned(x: Rows) -> Rows:
+    return ops.scan(lambda kept, row: (0.5 * kept + row, kept + row), x[0] * 0.0, x)[1]
+
+
 # Each takes rows, and returns rows.
 OF_ROWS: dict[str, Callable[[Rows], Rows]] = {
     "square": tf.square,
@@ -79,6 +120,28 @@ OF_ROWS: dict[str, Callable[[Rows], Rows]] = {
     "from the first": lambda x: x - x[:1],
     "flat": lambda x: tf.reshape(tf.reshape(x, [-1]), tf.shape(x)),
     "clipped": lambda x: tf.clip_by_value(x, -0.5, 0.5),
+    "in a condition": lambda x: tf.cond(
+        tf.reduce_mean(x) > 0, lambda: x * (1 + tf.reduce_mean(x)), lambda: x * 0.5
+    ),
+    "in a loop": _looped,
+    "in a loop of Keras": lambda x: ops.fori_loop(0, 3, lambda i, rows: rows * 0.9 + x * 0.1, x),
+    "scanned": _scanned,
+    "row by row": lambda x: tf.map_fn(lambda row: row / (1 + tf.norm(row)), x),
+    "with its own gradient": _halving,
+    "with a centered gradient": _centering,
+    "computed again": _computed_again,
+    "compiled": _compiled,
+    "by halves": _by_halves,
+    "scattered": _scattered,
+    "spectrum": _spectrum,
+    "in windows": _in_windows,
+    "by segments": _by_segments,
+    "taken by number": lambda x: ops.take(x, ops.argsort(ops.sum(x, 1)), 0) + x,
+    "by covariance": lambda x: ops.einsum("bi,ci,cj->bj", x, x, x) / 10,
+    "rank": lambda x: x * tf.cast(tf.argsort(tf.argsort(x, 0), 0), x.dtype) / 10,
+    "weighted by closeness": lambda x: ops.matmul(
+        ops.softmax(-ops.sum((x[:, None] - x[None]) ** 2, -1)), x
+    ),
 }
 # Each takes rows, and returns one number.
 OF_ALL: dict[str, Callable[[Rows], Number]] = {
@@ -110,6 +173,22 @@ OF_ALL: dict[str, Callable[[Rows], Number]] = {
         tf.foldl(lambda total, row: 0.9 * total + tf.reduce_sum(row), x, x[0, 0]) / 10
     ),
     "entropy": lambda x: -tf.reduce_mean(tf.nn.softmax(x) * tf.nn.log_softmax(x)),
+    "median": lambda x: ops.mean(ops.median(x, 0)),
+    "quantile": lambda x: ops.quantile(x[:, 0], 0.3),
+    "determinant": lambda x: (
+        tf.linalg.logdet(tf.matmul(x, x, transpose_a=True) + tf.eye(x.shape[-1], dtype=x.dtype)) / 5
+    ),
+    "last": lambda x: x[-1, -1],
+    "until it is small": lambda x: tf.while_loop(
+        lambda v: v > 0.1, lambda v: (v * 0.7,), (tf.reduce_mean(tf.square(x)),)
+    )[0],
+    "in a condition": lambda x: tf.cond(
+        tf.reduce_max(x) > 0.5, lambda: tf.reduce_sum(x) / 10, lambda: tf.reduce_mean(x)
+    ),
+    "neighbours": lambda x: tf.reduce_mean(tf.square(x[1:] - x[:-1])),
+    "mean of half": lambda x: tf.reduce_mean(x[: (tf.shape(x)[0] + 1) // 2]),
+    "row by row": lambda x: tf.reduce_mean(tf.map_fn(tf.reduce_max, x)),
+    "even rows": lambda x: tf.reduce_sum(x[::2]) / 10,
 }
 # Each draws a number for each element of rows.
 NOISES: dict[str, Callable[[Any, Any], Rows]] = {
@@ -209,11 +288,13 @@ class OwnLayer(layers.Layer):
         self.average = draw.number() if draw.chance(0.4, "state") else None
         self.loss = draw.number() if draw.chance(0.3, "added loss") else None
         self.noise = draw.of(NOISES) if draw.chance(0.3, "noise") else None
+        self.has_queue = draw.chance(0.2, "queue")
         self.seeds = keras.random.SeedGenerator(draw.randrange(99))
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
         self.kept = self.add_weight(shape=(), initializer="ones", trainable=False)
+        self.queue = self.add_weight(shape=(9, shape[-1]), initializer="ones", trainable=False)
 
     def call(self, x: Any, training: bool = False) -> Any:
         found = self.through(x * self.scale)
@@ -223,6 +304,12 @@ class OwnLayer(layers.Layer):
             if training:
                 self.kept.assign(0.9 * self.kept + 0.1 * self.average(x))
             found = found * (1 + self.kept)
+        if self.has_queue:
+            found = (
+                found + 0.1 * ops.softmax(ops.matmul(found, ops.transpose(self.queue))) @ self.queue
+            )
+            if training:
+                self.queue.assign(ops.concatenate([tf.stop_gradient(x), self.queue], 0)[:9])
         if self.loss is not None:
             self.add_loss(0.1 * self.loss(found))
         return found
@@ -275,6 +362,10 @@ class OwnStep(keras.Model):
         self.tracks_rows = draw.chance(0.5, "tracked rows")
         self.has_penalty = draw.chance(0.2, "gradient penalty")
         self.has_two_updates = draw.chance(0.2, "two updates")
+        has_second = draw.chance(0.25, "second optimizer:")
+        self.second_optimizer = _optimizer(draw) if has_second else None
+        self.changes_sides = draw.chance(0.15, "every other step")
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int64")
         self.average = draw.number() if draw.chance(0.2, "step's state") else None
         self.kept = self.add_weight(shape=(), initializer="ones", trainable=False, dtype=FLOAT)
         self.tests = draw.number() if draw.chance(0.4, "own test_step") else None
@@ -304,7 +395,16 @@ class OwnStep(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         if self.change is not None:
             gradients = self.change(gradients)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        if self.changes_sides:
+            side = tf.cast(self.count % 2, FLOAT)
+            gradients = [g if g is None else side * g for g in gradients]
+            self.count.assign_add(1)
+        pairs = list(zip(gradients, self.trainable_variables, strict=True))
+        if self.second_optimizer is None:
+            self.optimizer.apply_gradients(pairs)
+        else:
+            self.second_optimizer.apply_gradients(pairs[:2])
+            self.optimizer.apply_gradients(pairs[2:])
         return predicted, error, loss
 
     def train_step(self, data: Any) -> Any:
@@ -346,9 +446,18 @@ def _features(draw: Draw, given: Any, kind: str) -> Any:
     if kind != "tokens" and draw.chance(0.7):
         x = layers.Dense(x.shape[-1], kernel_regularizer=draw.choice([None, None, "l2"]))(x)
     x = layers.Flatten()(_block(draw, x, kind))
-    x = layers.Dense(6, "tanh", activity_regularizer=draw.choice([None, None, None, "l2"]))(x)
+    of_outputs: Any = draw.choice([None, None, None, "l2"])
+    if draw.chance(0.1, "own activity regularizer:"):
+        of_outputs = draw.number()
+    of_weights = draw.number() if draw.chance(0.1, "own regularizer:") else None
+    x = layers.Dense(6, "tanh", kernel_regularizer=of_weights, activity_regularizer=of_outputs)(x)
     for _ in range(draw.randrange(3)):
-        x = OwnLayer(draw)(x) if draw.chance(0.25) else layers.Flatten()(_block(draw, x, "vector"))
+        if draw.chance(0.25):
+            own = OwnLayer(draw)
+            x = own(x)
+            x = own(layers.Dense(6)(x)) if x.shape[-1] == 6 and draw.chance(0.2, "shared") else x
+        else:
+            x = layers.Flatten()(_block(draw, x, "vector"))
         x = layers.Dense(6)(x)
     return x
 
@@ -370,6 +479,8 @@ def _optimizer(draw: Draw) -> keras.optimizers.Optimizer:
     if draw.chance(0.3, "schedule"):
         rate = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.7)
     draw.words.extend(map(str, options))
+    if draw.chance(0.1):
+        return OwnOptimizer(draw, rate, **options)
     return getattr(keras.optimizers, name)(rate, **options)
 
 
@@ -406,8 +517,41 @@ def _loss(draw: Draw, kind: str) -> Any:
     return loss
 
 
+class OwnOptimizer(keras.optimizers.SGD):
+    """Adds a random expression of the gradient to each update of a matrix."""
+
+    def __init__(self, draw: Draw, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        draw.words.append("own optimizer:")
+        self.size = draw.number()
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if len(gradient.shape) == 2:
+            gradient = gradient / (1 + tf.abs(self.size(tf.convert_to_tensor(gradient))))
+        super().update_step(gradient, variable, learning_rate)
+
+
+class Shrinking(keras.callbacks.Callback):
+    """Makes the kernels of the model smaller after each batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for weight in self.model.trainable_variables:
+            weight.assign(weight * 0.99)
+
+
+class Slowing(keras.callbacks.Callback):
+    """Makes the learning rate smaller before each batch."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.01 / (batch + 1)
+
+
 def _callbacks(draw: Draw) -> list[keras.callbacks.Callback]:
     found: list[keras.callbacks.Callback] = []
+    if draw.chance(0.08, "Shrinking"):
+        found.append(Shrinking())
+    if "schedule" not in draw.words and draw.chance(0.08, "Slowing"):
+        found.append(Slowing())
     if "schedule" not in draw.words and draw.chance(0.1, "LearningRateScheduler"):
         found.append(keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / (epoch + 1)))
     if draw.chance(0.1, "EarlyStopping"):
@@ -478,7 +622,7 @@ def _steps_of_tokens(draw: Draw, tokens: Any) -> Any:
     return x
 
 
-def _compiled(draw: Draw, targets: list[str]) -> dict[str, Any]:
+def _arguments_of_compile(draw: Draw, targets: list[str]) -> dict[str, Any]:
     """Returns the arguments of `compile`."""
     losses = [_loss(draw, target) for target in targets]
     metrics = [
@@ -534,7 +678,7 @@ def made(seed: int, words: list[str] | None = None, **options: Any) -> Made:
     model = (OwnStep if is_own else keras.Model)(inputs, outputs)
     if is_own:
         model.choose(draw)
-    compiled = _compiled(draw, targets)
+    compiled = _arguments_of_compile(draw, targets)
     fit, evaluate = _data(draw, kinds, targets)
     fit["callbacks"] = _callbacks(draw)
     if words is not None:

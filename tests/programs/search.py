@@ -60,6 +60,11 @@ def judged(plain: Left, found: Left, perturbed: Left, told: list[str]) -> tuple[
     return (TOLD, f"{words}; {told[0]}") if told else (DIFFERS, words)
 
 
+def messages(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Returns the warnings for users; a library's warning for programmers tells no difference."""
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
 def compared(
     strategy: tf.distribute.Strategy, seed: int, compiled: dict[str, Any], options: dict[str, Any]
 ) -> tuple[str, str, list[str]]:
@@ -79,8 +84,8 @@ def compared(
     with warnings.catch_warnings(record=True) as of_tfmulti:
         warnings.simplefilter("always")
         found = attempt(replace(program, make=make), strategy, plain=False)
-    known = {str(warning.message) for warning in of_keras}
-    told = [str(w.message) for w in of_tfmulti if str(w.message) not in known]
+    known = set(messages(of_keras))
+    told = [message for message in messages(of_tfmulti) if message not in known]
     perturbed = plain
     if "error" not in plain and "error" not in found:
         perturbed = attempt(program, alone, plain=True, perturbed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,14 @@ def test_a_program_is_judged(
     plain: Left, found: Left, perturbed: Left, told: list[str], verdict: str
 ) -> None:
     assert search.judged(plain, found, perturbed, told)[0] == verdict
+
+
+def test_only_a_warning_for_users_tells_a_difference() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn("a difference", stacklevel=1)
+        warnings.warn("an old way", DeprecationWarning, stacklevel=1)
+    assert search.messages(caught) == ["a difference"]
 
 
 @pytest.mark.parametrize(("place", "first", "count"), [(TWO_REPLICAS, 0, 6), (TWO_WORKERS, 6, 2)])
