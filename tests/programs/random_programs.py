@@ -318,6 +318,24 @@ class OwnLayer(layers.Layer):
         return shape
 
 
+class OwnCell(layers.Layer):
+    """A recurrent cell whose states are random expressions of the rows."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__(dtype=FLOAT)
+        draw.words.append("own cell:")
+        self.through, self.state_size, self.output_size = draw.rows(1), 4, 4
+        self.given, self.kept = layers.Dense(4, dtype=FLOAT), layers.Dense(4, dtype=FLOAT)
+
+    def build(self, shape: Any) -> None:
+        self.given.build(shape)
+        self.kept.build((None, 4))
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        found = ops.tanh(self.given(x) + self.kept(self.through(states[0])))
+        return found, [found]
+
+
 class OwnMetric(keras.metrics.Metric):
     """Keeps the sum of a random expression of the predictions of each batch, or the largest one."""
 
@@ -369,6 +387,7 @@ class OwnStep(keras.Model):
         self.average = draw.number() if draw.chance(0.2, "step's state") else None
         self.kept = self.add_weight(shape=(), initializer="ones", trainable=False, dtype=FLOAT)
         self.tests = draw.number() if draw.chance(0.4, "own test_step") else None
+        self.predicts = draw.rows(1) if draw.chance(0.2, "own predict_step") else None
 
     def of(self, data: Any, training: bool) -> tuple[Any, Any, Any]:
         """Returns the predictions, their errors and the loss."""
@@ -427,9 +446,34 @@ class OwnStep(keras.Model):
         logs = self.compute_metrics(x, y, predicted, weight)
         return {**logs, "tested": self.tests(error), "tracked": self.tracked.result()}
 
+    def predict_step(self, data: Any) -> Any:
+        found = super().predict_step(data)
+        if self.predicts is None or isinstance(found, dict):
+            return found
+        rows = tf.shape(found)[0]
+        flat = tf.reshape(found, [rows, math.prod(found.shape[1:])])
+        return {"found": found, "own": self.predicts(flat)}
+
     @property
     def metrics(self) -> list[Any]:
         return [*super().metrics, self.tracked]
+
+
+class OwnModel(keras.Model):
+    """Calls a model, and adds a layer that the first batch builds and a random loss."""
+
+    def __init__(self, draw: Draw, inner: keras.Model) -> None:
+        super().__init__(dtype=FLOAT)
+        draw.words.append("own model:")
+        self.inner, self.loss_of_outputs = inner, draw.number()
+        self.before = layers.Dense(4, "tanh", dtype=FLOAT)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        found = self.inner(x, training=training)
+        flat = [layers.Flatten()(output) for output in tf.nest.flatten(found)]
+        hidden = self.before(ops.concatenate(flat, -1))
+        self.add_loss(0.1 * self.loss_of_outputs(hidden))
+        return found
 
 
 def _block(draw: Draw, x: Any, kind: str) -> Any:
@@ -445,7 +489,9 @@ def _features(draw: Draw, given: Any, kind: str) -> Any:
     x = given
     if kind != "tokens" and draw.chance(0.7):
         x = layers.Dense(x.shape[-1], kernel_regularizer=draw.choice([None, None, "l2"]))(x)
-    x = layers.Flatten()(_block(draw, x, kind))
+    if kind == "sequence" and draw.chance(0.2):
+        x = layers.RNN(OwnCell(draw), dtype=FLOAT)(x)
+    x = layers.Flatten()(_block(draw, x, "vector" if len(x.shape) == 2 else kind))
     of_outputs: Any = draw.choice([None, None, None, "l2"])
     if draw.chance(0.1, "own activity regularizer:"):
         of_outputs = draw.number()
@@ -508,6 +554,9 @@ def _of_kind(draw: Draw, table: dict[str, Any], kind: str) -> Any:
 
 def _loss(draw: Draw, kind: str) -> Any:
     if draw.chance(0.25, "own loss:"):
+        if draw.chance(0.4, "of each row"):
+            rows = draw.rows(draw.randrange(1, 3))
+            return lambda y, p: tf.reduce_mean(tf.square(rows(_error(y, p))), -1)
         value = draw.number()
         return lambda y, p: value(_error(y, p))
     loss = _of_kind(draw, keras_classes.LOSSES, kind)
@@ -515,6 +564,18 @@ def _loss(draw: Draw, kind: str) -> Any:
         loss.reduction = draw.choice(["sum", "mean_with_sample_weight", "mean"])
         draw.words.append(loss.reduction)
     return loss
+
+
+def _own_function(draw: Draw) -> Any:
+    """Returns a metric function of one number, or of one for each row."""
+    number, rows = draw.number(), draw.rows(1)
+    has_rows = draw.chance(0.5, "of each row")
+
+    def own_function(y: Any, p: Any) -> Any:
+        error = _error(y, p)
+        return tf.reduce_mean(rows(error), -1) if has_rows else number(error)
+
+    return own_function
 
 
 class OwnOptimizer(keras.optimizers.SGD):
@@ -630,6 +691,8 @@ def _arguments_of_compile(draw: Draw, targets: list[str]) -> dict[str, Any]:
     ]
     if draw.chance(0.25):
         metrics[0].append(OwnMetric(draw))
+    if draw.chance(0.2, "own metric function:"):
+        metrics[-1].append(_own_function(draw))
     name = "weighted_metrics" if draw.chance(0.4, "weighted") else "metrics"
     compiled: dict[str, Any] = {"optimizer": _optimizer(draw)}
     if len(targets) == 1:
@@ -676,6 +739,10 @@ def made(seed: int, words: list[str] | None = None, **options: Any) -> Made:
     outputs = outputs[0] if len(outputs) == 1 else {f"out_{i}": x for i, x in enumerate(outputs)}
     is_own = draw.chance(0.4)
     model = (OwnStep if is_own else keras.Model)(inputs, outputs)
+    if draw.chance(0.1, "frozen"):
+        model.layers[draw.randrange(len(model.layers))].trainable = False
+    if not is_own and draw.chance(0.2):
+        model = OwnModel(draw, model)
     if is_own:
         model.choose(draw)
     compiled = _arguments_of_compile(draw, targets)
