@@ -433,6 +433,23 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     assert len(traces_of(function)) == 1
 
 
+def test_upstream_loops_that_call_the_same_functions_are_still_not_both_differentiated() -> None:
+    """The reason for `_named_anew`."""
+
+    @tf.function
+    def slopes(x: tf.Tensor) -> Any:
+        first = tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v * v), (0, x))[1]
+        loop = first.op
+        attributes = {n: a for n, a in loop.node_def.attr.items() if not n.startswith("_")}
+        types = [output.dtype for output in loop.outputs]
+        inputs = [2.0 * x if i == first.value_index else t for i, t in enumerate(loop.inputs)]
+        again = x.graph.create_op(loop.type, inputs, types, attrs=attributes)
+        return tf.gradients([first, again.outputs[first.value_index]], x)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="duplicate function"):
+        slopes(tf.constant(1.1))
+
+
 def test_the_global_seed_is_still_private() -> None:
     keras.utils.set_random_seed(7)
     assert global_seed() == 7

@@ -285,3 +285,31 @@ class PenaltyThroughALoop(Adapted):
 def gradient_penalty_through_a_loop_over_rows() -> Made:
     """A gradient penalty of a value that a loop on tensors computes from all rows."""
     return _made(PenaltyThroughALoop())
+
+
+_computed_again = tf.recompute_grad(lambda x: tf.tanh(x) * x)
+
+
+class LossBehindALoop(layers.Layer):
+    def call(self, x: Any) -> Any:
+        rows = tf.map_fn(lambda row: row / (1 + tf.norm(row)), x)
+        self.add_loss(tf.reduce_mean(_computed_again(rows)))
+        return rows
+
+
+class ComputesItsLoss(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"found": loss}
+
+
+@program("TensorFlow guide: gradient checkpointing")
+def added_loss_that_is_computed_again_behind_a_loop() -> Made:
+    """A loop over rows, whose outputs a function takes that gradients compute once more."""
+    inputs = keras.Input((4,))
+    model = ComputesItsLoss(inputs, LossBehindALoop()(layers.Dense(3)(inputs)))
+    return Made(model, {"optimizer": adam(), "loss": "mse"}, fit(features(4), features(3)))

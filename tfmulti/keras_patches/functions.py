@@ -8,27 +8,32 @@ operations go into the graph of the step itself, as those of any other function 
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | shapes in floats | public: `tf.shape` | none | TensorFlow gives a shape in floats if the number of rows is not known while tracing |
+| `_named_anew` | `control_flow_util_v2.create_new_tf_function` | none | TensorFlow differentiates two loops that call the same functions |
 | functions within a step | `polymorphic_function.Function`, its `_autograph` | none | an operation that calls a function can be built again with other inputs |
 """  # noqa: E501
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.ops import control_flow_util_v2
 
 from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.keras_patches.patching import in_replica_slice, replace
 from tfmulti.keras_patches.tracing import by_autograph
 
 _LIBRARIES = ("tfmulti", "keras", "tensorflow")
+_numbers = itertools.count()
 
 
 def install() -> None:
-    """Patches the call of a `tf.function`, and `tf.shape`."""
+    """Patches the call of a `tf.function`, the functions of gradients of loops, and `tf.shape`."""
     replace(Function, "__call__", in_replica_slice(_trace_in_place))
+    replace(control_flow_util_v2, "create_new_tf_function", in_replica_slice(_named_anew))
     replace(tf, "shape", _in_any_type)
 
 
@@ -45,6 +50,17 @@ def _in_any_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return tf.cast(original(input, name=name), out_type)
 
     return shape
+
+
+def _named_anew(original: Callable[..., str], replica_slice: ReplicaSlice, graph: Any) -> str:
+    """Returns the name of a function that the gradient of a loop or a condition needs.
+
+    It is another one for each function. A loop that is built once more for the global batch calls
+    the functions of the first one. TensorFlow changes these functions for a gradient, and gives
+    those of both loops the same names.
+    """
+    graph.name = f"{graph.name}_{next(_numbers)}"
+    return original(graph)
 
 
 def _trace_in_place(
