@@ -184,8 +184,9 @@ def build(
         model: the prepared and compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
         step: the method of the model that takes the batch.
-        optimizers: whether to build all optimizers before the first step, which a checkpoint needs.
-            Otherwise those of a user's train_step are built when it first applies gradients.
+        optimizers: whether to build all optimizers before the first step, which a checkpoint needs,
+            and the metrics that the step makes. Otherwise the optimizers of a user's train_step are
+            built when it first applies gradients.
 
     Raises:
         ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
