@@ -14,6 +14,7 @@ Exit codes: 0 done; 1 the program failed; 2 a mistake of the user, with one line
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except TfmultiError as error:
             note_error(error)
             raise
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            full = TfmultiError(
+                "the disk is full. Free some space, and start again with the same --run_dir: the "
+                "run continues from its newest checkpoint."
+            )
+            note_error(full)
+            raise full from error
         except KeyboardInterrupt:
             print("tfmulti: stopped by Ctrl-C before training began.", file=sys.stderr)
             return errors.EXIT_INTERRUPTED
