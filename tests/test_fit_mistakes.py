@@ -5,7 +5,6 @@ All run in one process of their own, so that what one imports would be seen.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import subprocess
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 
 from tests.support.processes import clean_env
-from tfmulti import fit
 from tfmulti.config.fit_config import FitConfig
 from tfmulti.config.registry import DATASETS
 
@@ -186,15 +184,3 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
         "tfmulti: --epochs is 0, but it must be at least 1. (docs: troubleshooting#configuration)\n"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(argv: list[str]) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(fit, "fit", fails)
-    assert fit.main(["tfmulti.fit"]) == 1
-    line = r"tfmulti: the disk is full\. .* continues from its newest checkpoint\. \(docs: .*\)\n"
-    assert re.fullmatch(line, capsys.readouterr().err)

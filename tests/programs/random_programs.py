@@ -579,7 +579,7 @@ def _own_function(draw: Draw) -> Any:
 
 
 class OwnOptimizer(keras.optimizers.SGD):
-    """Adds a random expression of the gradient to each update of a matrix."""
+    """Divides each gradient of a matrix by a random expression of it."""
 
     def __init__(self, draw: Draw, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

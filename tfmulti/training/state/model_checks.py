@@ -205,7 +205,10 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
     """Builds the parts of a model, for `build`."""
     has_own = has_own_step(model, step)
     trace = functools.cache(functools.partial(_trace_own_step, model, specs, step))
-    if has_own and any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
+    # `train_on_batch` and `test_on_batch` come here with each batch.
+    function = model.train_function if step == "train_step" else model.test_function
+    is_new = has_own and function is None
+    if is_new and any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
         # The model's `call` need not use all layers that the step calls.
         trace()
     with_losses = not (has_own and _computes_no_losses(model, specs, trace))
@@ -232,8 +235,7 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
         build_optimizers(model, specs)
     # A metric that a replica's step makes would have variables of which that step knows nothing. A
     # metric that is made after a checkpoint was read would not get its state.
-    has_all_metrics = all(m.variables for m in model.metrics) and not _makes_metrics(model)
-    if has_own and (several or optimizers) and not has_all_metrics:
+    if is_new and (several or optimizers) and _makes_metrics(model):
         trace()
 
 
@@ -369,7 +371,12 @@ _BEFORE_STEPS = {"__init__", "build", "compile", "from_config"}
 
 
 def _makes_metrics(model: keras.Model) -> bool:
-    """Returns whether a step may make metrics: a method of the user's own names their class."""
+    """Returns whether a step may build a metric, or make one.
+
+    A method of the user's own that names a class of metrics may make one.
+    """
+    if not all(m.variables for m in model.metrics):
+        return True
     classes = {n for n, v in vars(keras.metrics).items() if isinstance(v, type)}
     return any(
         classes & set(part.co_names)
