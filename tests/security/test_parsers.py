@@ -56,7 +56,6 @@ from tfmulti.data.formats.record_index import index_of
 from tfmulti.data.sources import npy, npz, tfds, tfrecord
 from tfmulti.data.sources.text import TextFiles
 from tfmulti.distribution import connections
-from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.transport.channel import Channel, ChannelError
 from tfmulti.distribution.transport.rendezvous import connect_workers
 from tfmulti.errors import ClusterError, ConfigError, DataError, ResumeError
@@ -923,7 +922,7 @@ def saved() -> tuple[Any, dict[str, Any]]:
     model = prepare(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
     model.compile("adam", "mse")
     model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
-    untrained = run_state.capture(model, metric_variables(model))
+    untrained = run_state.capture(model)
     return model, {"model": untrained, "trained": run_state.capture_trained(model)}
 
 

@@ -67,7 +67,7 @@ from tfmulti.training.memory import (
     with_rows,
 )
 from tfmulti.training.safe_callbacks import saving_elsewhere, worker_safe
-from tfmulti.training.state import model_checks, relocation
+from tfmulti.training.state import model_checks, relocation, run_state
 from tfmulti.training.state.trainer_state import RunCounts, TrainerState, remember, state_of
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import Execution
@@ -509,16 +509,17 @@ class DistributedModel(keras.Model):
             in_fit = False
             reading = state_of(self).reading
             feed, steps = feed_within_limit(data, self._placement, reading, "evaluate")
-        model_checks.build(self, feed.data.specs, step="test_step")
-        count = _steps_of(feed, steps)
-        if not in_fit:
-            Notes(self, verbose).tell_steps(x, feed, "steps", steps)
-        callback_list = _callback_list(self, callbacks, verbose, 1, count)
-        self.make_test_function()
-        warn_of_old_values(self, "test_step")
-        # `fit` uses its feed again in the next validation.
-        with closing(None if in_fit else feed):
-            logs = loops.evaluate(self, feed, count, callback_list)
+        with run_state.evaluating(self):
+            model_checks.build(self, feed.data.specs, step="test_step")
+            count = _steps_of(feed, steps)
+            if not in_fit:
+                Notes(self, verbose).tell_steps(x, feed, "steps", steps)
+            callback_list = _callback_list(self, callbacks, verbose, 1, count)
+            self.make_test_function()
+            warn_of_old_values(self, "test_step")
+            # `fit` uses its feed again in the next validation.
+            with closing(None if in_fit else feed):
+                logs = loops.evaluate(self, feed, count, callback_list)
         return _results(self, logs, return_dict)
 
     @_on_all_workers
@@ -604,11 +605,12 @@ class DistributedModel(keras.Model):
         if self.test_function is None:
             relocation.enter(self)
         batch = _one_batch(x, y, sample_weight)
-        model_checks.build(self, batch, step="test_step")
-        self.make_test_function()
-        warn_of_old_values(self, "test_step")
-        given = from_batch(batch, self._placement)
-        return _on_batch(self, self.test_function, given, return_dict)
+        with run_state.evaluating(self):
+            model_checks.build(self, batch, step="test_step")
+            self.make_test_function()
+            warn_of_old_values(self, "test_step")
+            given = from_batch(batch, self._placement)
+            return _on_batch(self, self.test_function, given, return_dict)
 
     @_on_all_workers
     def predict_on_batch(self, x: Any) -> Any:

@@ -329,6 +329,26 @@ def stopped_with_a_metric_of_the_validation() -> bool:
     return resumes(*stops, kind=MeasuredInValidation)
 
 
+def fits_of_the_same_model() -> bool:
+    """A second `fit` has more epochs. The validation of the first one has made a metric."""
+
+    def history(*epochs: int, folder: Path | None) -> Any:
+        model = classifier(kind=MeasuredInValidation, prepared={"seed": 4})
+        for count in epochs:
+            fitted = model.fit(
+                X,
+                Y,
+                batch_size=BATCH,
+                epochs=count,
+                verbose=0,
+                validation_data=(X, Y),
+                callbacks=[Checkpoint(folder)] if folder is not None else [],
+            )
+        return fitted.history
+
+    return bool(history(1, 3, folder=here.shared / "fits") == history(3, folder=None))
+
+
 class OtherDense(keras.layers.Dense):
     pass
 

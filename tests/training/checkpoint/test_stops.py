@@ -68,6 +68,7 @@ def test_a_fit_resumes_from_between_two_epochs(results: list[Any]) -> None:
             stops.stopped_with_a_metric_of_the_validation: few(
                 ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE
             ),
+            stops.fits_of_the_same_model: few(ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE),
             stops.stopped_with_bfloat16_variables: [ONE_DEVICE],
         }.items()
         for place in places

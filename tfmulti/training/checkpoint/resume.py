@@ -37,7 +37,6 @@ import keras
 import tensorflow as tf
 
 from tfmulti.distribution.agreement import broadcast, gather
-from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import EXIT_TERMINATED, ConfigError, ResumeError, RunDirError, UserError
 from tfmulti.launch.heartbeat import heartbeat
@@ -253,7 +252,6 @@ class CheckpointManager:
         self._feeds, self._shuffle = feeds, shuffle
         self._said: set[str] = set()
         self._before: Tree | None = None
-        self._of_validation: list[Any] = []
         self._data = {name: feed.data.sizes for name, feed in feeds.items()}
         if record is not None:
             with _of_known_form():
@@ -357,17 +355,13 @@ class CheckpointManager:
 
     def _changed_by_evaluation(self, batches: int) -> Tree:
         """Returns the entries that an evaluation changes; see the module. It is a collective."""
-        # The metrics that a validation has made begin anew in each epoch, and a resumed run has not
-        # made them yet when it reads a checkpoint.
-        others = {id(variable) for variable in self._of_validation}
-        metrics = [v for v in metric_variables(self._model) if id(v) not in others]
         # The chief's states serve all workers, because all read the same batches.
         chief = placement_of(self._model.distribute_strategy).is_chief
         feeds = self._feeds if chief else {}
         taken = {"training": batches}
         return {
             "feeds": {name: feed.get_state(taken.get(name, 0)) for name, feed in feeds.items()},
-            "model": run_state.capture(self._model, metrics),
+            "model": run_state.capture(self._model),
             "callbacks": self._callbacks.capture(),
             "lost": state_of(self._model).run.lost,
         }
@@ -383,9 +377,7 @@ class CheckpointManager:
         """
         with heartbeat().working(self):
             self._before = self._changed_by_evaluation(batches)
-        before = {id(variable) for variable in metric_variables(self._model)}
         yield
-        self._of_validation += [v for v in metric_variables(self._model) if id(v) not in before]
         if state_of(self._model).run.stopped_by is None:
             self._before = None
 

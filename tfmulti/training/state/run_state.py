@@ -7,9 +7,10 @@ The state is a tree of plain values and NumPy arrays, which goes into a checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -30,21 +31,17 @@ from tfmulti.training.state.variable_names import named_variables, places_of
 Tree = dict[str, Any]
 
 
-def capture(model: keras.Model, metrics: list[Any]) -> Tree:
+def capture(model: keras.Model) -> Tree:
     """Returns the state that is not trained: metrics, random generators and other variables.
 
     An evaluation changes nothing besides this state. Every worker calls it: it is a collective.
-
-    Args:
-        model: the built model.
-        metrics: the variables of its metrics.
     """
     state = state_of(model)
     generator = global_generator()
     variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
     return {
         "variables": state.saved_variables | variables,
-        "metrics": metric_states(model, metrics),
+        "metrics": metric_states(model, _metrics_of_training(model)),
         "generator": None if generator is None else _value(generator.state),
         "random": random_states(),
     }
@@ -122,6 +119,29 @@ def _value(variable: Any) -> np.ndarray:
     return np.array(array_of(keras.ops.convert_to_tensor(variable)))
 
 
+@contextlib.contextmanager
+def evaluating(model: keras.Model) -> Iterator[None]:
+    """Notes the metrics that an evaluation makes after training has begun.
+
+    They begin anew in each evaluation, and a run that resumes has not made them yet. So checkpoints
+    leave them out.
+    """
+    before = {id(v) for v in replica_context.metric_variables(model)}
+    try:
+        yield
+    finally:
+        if model.train_function is not None:
+            state_of(model).evaluation_metrics += [
+                v for v in replica_context.metric_variables(model) if id(v) not in before
+            ]
+
+
+def _metrics_of_training(model: keras.Model) -> list[Any]:
+    """Returns the variables of all metrics but those that `evaluating` has noted."""
+    others = {id(v) for v in state_of(model).evaluation_metrics}
+    return [v for v in replica_context.metric_variables(model) if id(v) not in others]
+
+
 def metric_states(model: keras.Model, variables: list[Any]) -> Tree:
     """Returns the values of variables of metrics on all replicas as [replicas, …], by name.
 
@@ -147,7 +167,7 @@ def metric_states(model: keras.Model, variables: list[Any]) -> Tree:
 def _set_metric_states(model: keras.Model, saved: Tree) -> None:
     """Restores each replica's part of the metrics, on any number of replicas."""
     placement = placement_of(model.distribute_strategy)
-    variables = replica_context.metric_variables(model)
+    variables = _metrics_of_training(model)
     names = _names(variables)
     if set(names) != set(saved):
         raise ResumeError(

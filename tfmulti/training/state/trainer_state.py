@@ -114,6 +114,7 @@ class TrainerState:
         told: the differences from plain Keras that were printed or warned of, each of them once.
         saved_variables: the states, from the checkpoint of a resumed run, of seeds whose layers are
             not built yet.
+        evaluation_metrics: the variables of metrics that only evaluations use.
     """
 
     options: TrainingOptions = field(default_factory=TrainingOptions)
@@ -131,6 +132,7 @@ class TrainerState:
     seeds_drawn: int = 0
     told: set[str] = field(default_factory=set)
     saved_variables: dict[str, Any] = field(default_factory=dict)
+    evaluation_metrics: list[Any] = field(default_factory=list)
 
 
 def state_of(model: object) -> TrainerState:
