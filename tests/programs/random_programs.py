@@ -2,7 +2,8 @@
 
 A program follows from its seed alone. It has random data, layers, losses, metrics and options, and
 often code of its own: a layer, a loss or a `train_step` whose values are random expressions of the
-rows. Its numbers are float64, in which rounding is far smaller than an error.
+rows. Its numbers are float64, in which rounding is far smaller than an error, unless another type
+is asked for.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
+from keras.config import floatx
 
 from tests.programs import keras_classes
 from tests.programs.registry import EQUAL, Made, Program
 
-FLOAT = "float64"
+TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
 # The rest of Keras' layers does not take float64, or is slow to trace.
 BLOCKS = {
     **keras_classes.PLAIN,
@@ -78,7 +80,7 @@ def _scattered(x: Rows) -> Rows:
 
 def _spectrum(x: Rows) -> Rows:
     values = tf.signal.fft(tf.cast(tf.transpose(x), "complex128"))
-    return tf.transpose(tf.math.real(values)) / 5
+    return tf.cast(tf.transpose(tf.math.real(values)), x.dtype) / 5
 
 
 def _in_windows(x: Rows) -> Rows:
@@ -192,20 +194,24 @@ OF_ALL: dict[str, Callable[[Rows], Number]] = {
 }
 # Each draws a number for each element of rows.
 NOISES: dict[str, Callable[[Any, Any], Rows]] = {
-    "normal": lambda shape, seed: keras.random.normal(shape, dtype=FLOAT, seed=seed),
-    "uniform": lambda shape, seed: keras.random.uniform(shape, dtype=FLOAT, seed=seed),
-    "truncated": lambda shape, seed: keras.random.truncated_normal(shape, dtype=FLOAT, seed=seed),
-    "whole": lambda shape, seed: ops.cast(keras.random.randint(shape, 0, 3, seed=seed), FLOAT),
-    "gamma": lambda shape, seed: keras.random.gamma(shape, 2.0, dtype=FLOAT, seed=seed),
-    "binomial": lambda shape, seed: keras.random.binomial(shape, 3.0, 0.5, dtype=FLOAT, seed=seed),
+    "normal": lambda shape, seed: keras.random.normal(shape, dtype=floatx(), seed=seed),
+    "uniform": lambda shape, seed: keras.random.uniform(shape, dtype=floatx(), seed=seed),
+    "truncated": lambda shape, seed: keras.random.truncated_normal(
+        shape, dtype=floatx(), seed=seed
+    ),
+    "whole": lambda shape, seed: ops.cast(keras.random.randint(shape, 0, 3, seed=seed), floatx()),
+    "gamma": lambda shape, seed: keras.random.gamma(shape, 2.0, dtype=floatx(), seed=seed),
+    "binomial": lambda shape, seed: keras.random.binomial(
+        shape, 3.0, 0.5, dtype=floatx(), seed=seed
+    ),
     "one of each row": lambda shape, seed: keras.random.uniform(
-        (shape[0], 1), dtype=FLOAT, seed=seed
+        (shape[0], 1), dtype=floatx(), seed=seed
     ),
-    "one of the batch": lambda shape, seed: keras.random.uniform((1, 1), dtype=FLOAT, seed=seed),
+    "one of the batch": lambda shape, seed: keras.random.uniform((1, 1), dtype=floatx(), seed=seed),
     "choice": lambda shape, seed: ops.cast(
-        keras.random.categorical(ops.zeros((shape[0], 4)), shape[1], seed=seed), FLOAT
+        keras.random.categorical(ops.zeros((shape[0], 4)), shape[1], seed=seed), floatx()
     ),
-    "dropped": lambda shape, seed: keras.random.dropout(ops.ones(shape, FLOAT), 0.4, seed=seed),
+    "dropped": lambda shape, seed: keras.random.dropout(ops.ones(shape, floatx()), 0.4, seed=seed),
 }
 # Each takes two numbers, and returns one.
 OF_TWO: dict[str, Callable[[Number, Number], Number]] = {
@@ -282,7 +288,7 @@ class OwnLayer(layers.Layer):
     """Computes rows by a random expression, and may keep a moving average or add a loss."""
 
     def __init__(self, draw: Draw) -> None:
-        super().__init__(dtype=FLOAT)
+        super().__init__(dtype=floatx())
         draw.words.append("own layer:")
         self.through = draw.rows(draw.randrange(1, 3))
         self.average = draw.number() if draw.chance(0.4, "state") else None
@@ -322,10 +328,10 @@ class OwnCell(layers.Layer):
     """A recurrent cell whose states are random expressions of the rows."""
 
     def __init__(self, draw: Draw) -> None:
-        super().__init__(dtype=FLOAT)
+        super().__init__(dtype=floatx())
         draw.words.append("own cell:")
         self.through, self.state_size, self.output_size = draw.rows(1), 4, 4
-        self.given, self.kept = layers.Dense(4, dtype=FLOAT), layers.Dense(4, dtype=FLOAT)
+        self.given, self.kept = layers.Dense(4, dtype=floatx()), layers.Dense(4, dtype=floatx())
 
     def build(self, shape: Any) -> None:
         self.given.build(shape)
@@ -340,14 +346,14 @@ class OwnMetric(keras.metrics.Metric):
     """Keeps the sum of a random expression of the predictions of each batch, or the largest one."""
 
     def __init__(self, draw: Draw) -> None:
-        super().__init__(name="own", dtype=FLOAT)
+        super().__init__(name="own", dtype=floatx())
         draw.words.append("own metric:")
         self.value = draw.number()
         self.largest = draw.chance(0.3, "largest value")
         self.total = self.add_variable((), "zeros", name="total")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        value = self.value(tf.cast(y_pred, FLOAT))
+        value = self.value(tf.cast(y_pred, floatx()))
         old = tf.convert_to_tensor(self.total)
         self.total.assign(tf.maximum(old, value) if self.largest else old + value)
 
@@ -358,8 +364,8 @@ class OwnMetric(keras.metrics.Metric):
 def _error(y: Any, p: Any) -> Any:
     """Returns rows of the differences between predictions and targets."""
     rows = tf.shape(p)[0]
-    p = tf.cast(tf.reshape(p, [rows, math.prod(p.shape[1:])]), FLOAT)
-    return p - tf.reduce_mean(tf.cast(tf.reshape(y, [rows, -1]), FLOAT), 1, keepdims=True)
+    p = tf.cast(tf.reshape(p, [rows, math.prod(p.shape[1:])]), floatx())
+    return p - tf.reduce_mean(tf.cast(tf.reshape(y, [rows, -1]), floatx()), 1, keepdims=True)
 
 
 def _first(y: Any, p: Any) -> tuple[Any, Any]:
@@ -376,7 +382,7 @@ class OwnStep(keras.Model):
         self.logged = draw.number()
         self.through_keras = draw.chance(0.5, "compute_loss")
         self.change = draw.of(OF_GRADIENTS) if draw.chance(0.4, "changed gradients") else None
-        self.tracked = keras.metrics.Mean("tracked", dtype=FLOAT)
+        self.tracked = keras.metrics.Mean("tracked", dtype=floatx())
         self.tracks_rows = draw.chance(0.5, "tracked rows")
         self.has_penalty = draw.chance(0.2, "gradient penalty")
         self.has_two_updates = draw.chance(0.2, "two updates")
@@ -385,7 +391,7 @@ class OwnStep(keras.Model):
         self.changes_sides = draw.chance(0.15, "every other step")
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int64")
         self.average = draw.number() if draw.chance(0.2, "step's state") else None
-        self.kept = self.add_weight(shape=(), initializer="ones", trainable=False, dtype=FLOAT)
+        self.kept = self.add_weight(shape=(), initializer="ones", trainable=False, dtype=floatx())
         self.tests = draw.number() if draw.chance(0.4, "own test_step") else None
         self.predicts = draw.rows(1) if draw.chance(0.2, "own predict_step") else None
 
@@ -415,7 +421,7 @@ class OwnStep(keras.Model):
         if self.change is not None:
             gradients = self.change(gradients)
         if self.changes_sides:
-            side = tf.cast(self.count % 2, FLOAT)
+            side = tf.cast(self.count % 2, floatx())
             gradients = [g if g is None else side * g for g in gradients]
             self.count.assign_add(1)
         pairs = list(zip(gradients, self.trainable_variables, strict=True))
@@ -463,10 +469,10 @@ class OwnModel(keras.Model):
     """Calls a model, and adds a layer that the first batch builds and a random loss."""
 
     def __init__(self, draw: Draw, inner: keras.Model) -> None:
-        super().__init__(dtype=FLOAT)
+        super().__init__(dtype=floatx())
         draw.words.append("own model:")
         self.inner, self.loss_of_outputs = inner, draw.number()
-        self.before = layers.Dense(4, "tanh", dtype=FLOAT)
+        self.before = layers.Dense(4, "tanh", dtype=floatx())
 
     def call(self, x: Any, training: bool = False) -> Any:
         found = self.inner(x, training=training)
@@ -481,7 +487,7 @@ def _block(draw: Draw, x: Any, kind: str) -> Any:
     name = draw.choice([name for name, (given, _) in BLOCKS.items() if given == kind])
     draw.words.append(name)
     layer = BLOCKS[name][1]()
-    return ops.cast(layer(x), FLOAT)
+    return ops.cast(layer(x), floatx())
 
 
 def _features(draw: Draw, given: Any, kind: str) -> Any:
@@ -490,7 +496,7 @@ def _features(draw: Draw, given: Any, kind: str) -> Any:
     if kind != "tokens" and draw.chance(0.7):
         x = layers.Dense(x.shape[-1], kernel_regularizer=draw.choice([None, None, "l2"]))(x)
     if kind == "sequence" and draw.chance(0.2):
-        x = layers.RNN(OwnCell(draw), dtype=FLOAT)(x)
+        x = layers.RNN(OwnCell(draw), dtype=floatx())(x)
     x = layers.Flatten()(_block(draw, x, "vector" if len(x.shape) == 2 else kind))
     of_outputs: Any = draw.choice([None, None, None, "l2"])
     if draw.chance(0.1, "own activity regularizer:"):
@@ -538,8 +544,8 @@ def _targets(draw: Draw, rows: int, kind: str) -> np.ndarray:
     if kind == "classes":
         return classes.astype("int32").reshape(draw.choice([(rows,), (rows, 1)]))
     if kind == "one-hot":
-        return np.eye(3)[classes]
-    return (classes > 0).astype(FLOAT)[:, None]
+        return np.eye(3, dtype=floatx())[classes]
+    return (classes > 0).astype(floatx())[:, None]
 
 
 def _of_kind(draw: Draw, table: dict[str, Any], kind: str) -> Any:
@@ -629,7 +635,7 @@ def _data(
     x: Any = {
         name: numbers.integers(0, 9, (rows, 6)).astype("int32")
         if kind == "tokens"
-        else numbers.standard_normal((rows, *keras_classes.SHAPES[kind]))
+        else numbers.standard_normal((rows, *keras_classes.SHAPES[kind])).astype(floatx())
         for name, kind in kinds.items()
     }
     y: Any = {f"out_{i}": _targets(draw, rows, kind) for i, kind in enumerate(targets)}
@@ -638,7 +644,7 @@ def _data(
     weights: Any = None
     if draw.chance(0.3, "weights"):
         of_steps = targets == ["steps"] and draw.chance(0.5, "of steps")
-        weights = numbers.random((rows, 6) if of_steps else rows) + 0.1
+        weights = (numbers.random((rows, 6) if of_steps else rows) + 0.1).astype(floatx())
         if not has_one:
             weights = {name: weights for name in y}
     given: dict[str, Any] = {"epochs": draw.choice([2, 2, 3])}
@@ -721,7 +727,7 @@ def made(seed: int, words: list[str] | None = None, **options: Any) -> Made:
     targets = draw.choices(["classes", "one-hot", "chance"], k=draw.choice([1, 1, 1, 2]))
     inputs = {
         name: keras.Input(
-            keras_classes.SHAPES[kind], name=name, dtype="int32" if kind == "tokens" else FLOAT
+            keras_classes.SHAPES[kind], name=name, dtype="int32" if kind == "tokens" else floatx()
         )
         for name, kind in kinds.items()
     }
@@ -754,8 +760,9 @@ def made(seed: int, words: list[str] | None = None, **options: Any) -> Made:
     return Made(model, compiled | options, fit, evaluate=evaluate, predict=predict)
 
 
-def program_of(seed: int, words: list[str] | None = None, **options: Any) -> Program:
-    """Returns the program of a seed; see `made`."""
-    return Program(
-        lambda: made(seed, words, **options), f"random parts of {seed}", (), EQUAL, 1e-10, FLOAT, ()
-    )
+def program_of(
+    seed: int, words: list[str] | None = None, float_type: str = "float64", **options: Any
+) -> Program:
+    """Returns the program of a seed, whose numbers have the given type; see `made`."""
+    like, tolerance = f"random parts of {seed}", TOLERANCES[float_type]
+    return Program(lambda: made(seed, words, **options), like, (), EQUAL, tolerance, float_type, ())
