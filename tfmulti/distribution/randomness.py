@@ -137,10 +137,13 @@ def uniform(
     if dtype.is_integer:
         draw = tf.raw_ops.StatelessRandomUniformIntV2
         return _aligned(replica_slice, shape, dtype.size, seed, draw, minval=low, maxval=high)
-    unit = _aligned(
-        replica_slice, shape, dtype.size, seed, tf.raw_ops.StatelessRandomUniformV2, dtype=dtype
-    )
-    return unit * (high - low) + low
+    return _unit(replica_slice, seed, shape, dtype) * (high - low) + low
+
+
+def _unit(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns uniform numbers in [0, 1); see `uniform`."""
+    draw = tf.raw_ops.StatelessRandomUniformV2
+    return _aligned(replica_slice, shape, dtype.size, seed, draw, dtype=dtype)
 
 
 def randint(
@@ -196,9 +199,11 @@ def dropout(
     def sample(shape: Any, dtype: Any) -> Any:
         # `shape` has the same sizes as `sizes`, but all are unknown.
         del shape
-        return uniform(replica_slice, seed, sizes, 0, 1, dtype)
+        return _unit(replica_slice, seed, sizes, dtype)
 
-    return tf.nn.experimental.general_dropout(inputs, rate, sample, sizes)
+    return tf.nn.experimental.general_dropout(
+        inputs, rate, sample, None if noise_shape is None else sizes
+    )
 
 
 def from_whole(
@@ -321,40 +326,48 @@ def _aligned(
         **options: further arguments of `draw`.
     """
     shape = _as_list(shape)
-    count = (
-        tf.reduce_prod(tf.cast(tf.stack(shape), tf.int64)) if shape else tf.constant(1, tf.int64)
-    )
     rows = _rows_per_row(replica_slice, shape)
-    if rows is None:
-        start = tf.constant(0, tf.int64)
-    else:
-        start = (
-            replica_slice.first_row
-            * rows
-            * tf.math.floordiv(count, tf.maximum(tf.cast(shape[0], tf.int64), 1))
-        )
     # How many numbers come from one value of the counter.
     per_counter = _BITS // max(32, 8 * number_bytes)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    low = counter[0] + tf.cast(start // per_counter, tf.uint64)
-    # The counter has two halves of 64 bits. If the lower half overflows, the upper one grows by 1.
-    high = counter[1] + tf.cast(low < counter[0], tf.uint64)
-    skip = start % per_counter
-    # XLA needs the size before the step runs, but not the position of the rows.
-    size = count + per_counter if is_compiling() else skip + count
+    skip = None
+    if rows is not None:
+        numbers_per_row = rows * _product(shape[1:])
+        counter, skip = _moved(counter, replica_slice.first_row, numbers_per_row, per_counter)
+    options |= {"key": key, "counter": counter, "alg": tf.raw_ops.StatelessRandomGetAlg()}
     if is_compiling() and draw in _BY_BITS:
         if options["dtype"] not in _FORMS:
             name = options["dtype"].name
             refuse_to_compile(f"draws {name} numbers, and XLA would draw other ones")
         draw = _BY_BITS[draw]
-    numbers = draw(
-        shape=tf.reshape(size, [1]),
-        key=key,
-        counter=tf.stack([low, high]),
-        alg=tf.raw_ops.StatelessRandomGetAlg(),
-        **options,
-    )
+    if skip is None:
+        return draw(shape=tf.stack(shape) if shape else tf.zeros([0], tf.int32), **options)
+    count = _product(shape)
+    # XLA needs the size before the step runs, but not the position of the rows.
+    size = count + per_counter if is_compiling() else skip + count
+    numbers = draw(shape=tf.reshape(size, [1]), **options)
     return tf.reshape(tf.slice(numbers, [skip], [count]), shape)
+
+
+def _product(sizes: list[Any]) -> Any:
+    """Returns the product of sizes: a whole number if all are known, else an int64 scalar."""
+    unknown = [tf.cast(size, tf.int64) for size in sizes if tf.is_tensor(size)]
+    return math.prod([int(size) for size in sizes if not tf.is_tensor(size)] + unknown)
+
+
+def _moved(
+    counter: tf.Tensor, row: tf.Tensor, numbers_per_row: Any, per_counter: int
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Returns the counter that draws the numbers of a row, and how many numbers to skip, if any."""
+    if isinstance(numbers_per_row, int) and numbers_per_row % per_counter == 0:
+        steps, skip = row * (numbers_per_row // per_counter), None
+    else:
+        start = row * numbers_per_row
+        steps, skip = start // per_counter, start % per_counter
+    low, high = tf.unstack(counter)
+    moved = low + tf.cast(steps, tf.uint64)
+    # The counter has two halves of 64 bits. If the lower half overflows, the upper one grows by 1.
+    return tf.stack([moved, high + tf.cast(moved < low, tf.uint64)]), skip
 
 
 def _uniform_by_bits(dtype: tf.DType, **options: Any) -> tf.Tensor:
@@ -375,13 +388,14 @@ def _normal_by_bits(dtype: tf.DType, shape: tf.Tensor, **options: Any) -> tf.Ten
     Two uniform numbers give two normal ones (Box and Muller, A note on the generation of random
     normal deviates, 1958). The other arguments are those of the operation.
     """
-    pairs = (shape[0] + 1) // 2
+    count = tf.reduce_prod(shape)
+    pairs = (count + 1) // 2
     drawn = _uniform_by_bits(tf.float32, shape=tf.reshape(2 * pairs, [1]), **options)
     first, second = tf.unstack(tf.reshape(drawn, [pairs, 2]), axis=1)
     radius = tf.sqrt(-2.0 * tf.math.log(tf.maximum(first, 1e-7)))
     angle = 2.0 * math.pi * second
     numbers = tf.stack([tf.sin(angle) * radius, tf.cos(angle) * radius], axis=1)
-    return tf.cast(tf.reshape(numbers, [2 * pairs]), dtype)
+    return tf.cast(tf.reshape(tf.reshape(numbers, [2 * pairs])[:count], shape), dtype)
 
 
 # What XLA compiles in the place of an operation that would draw other numbers.
@@ -391,26 +405,30 @@ _BY_BITS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _as_list(shape: Any) -> list[Any]:
-    if isinstance(shape, tf.Tensor):
-        sizes = tf.get_static_value(shape)
-        return [int(size) for size in sizes] if sizes is not None else tf.unstack(shape)
-    return list(shape)
-
-
-def _rows_per_row(replica_slice: ReplicaSlice, shape: list[Any]) -> tf.Tensor | None:
+def _rows_per_row(replica_slice: ReplicaSlice, shape: list[Any]) -> Any:
     """Returns how many entries of axis 0 an example has; None or 0 if the axis counts no rows.
 
-    Axis 0 counts no rows if its size is known before the step runs and the number of rows is not.
-    Nor does it if its size is not a whole multiple of the number of rows.
+    The number is an int if it is known before the step runs, and else an int64 scalar. Axis 0
+    counts no rows if its size is known before the step runs and the number of rows is not. Nor does
+    it if its size is not a whole multiple of the number of rows.
     """
     if not shape:
         return None
     size = tf.get_static_value(shape[0])
     if size is None:
+        parts = _parts_of(shape)
+        if parts:
+            return sum(parts)
         read_rows = tf.maximum(replica_slice.own_rows, 1)
         size = tf.cast(shape[0], tf.int64)
         return tf.where(size % read_rows == 0, size // read_rows, 0)
     if replica_slice.read_rows is None or int(size) % replica_slice.read_rows:
         return None
-    return tf.constant(int(size) // replica_slice.read_rows, tf.int64)
+    return int(size) // replica_slice.read_rows
+
+
+def _as_list(shape: Any) -> list[Any]:
+    if isinstance(shape, tf.Tensor):
+        sizes = tf.get_static_value(shape)
+        return [int(size) for size in sizes] if sizes is not None else tf.unstack(shape)
+    return list(shape)
