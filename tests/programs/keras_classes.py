@@ -441,6 +441,29 @@ def keras_metrics() -> Made:
     )
 
 
+# The metrics that count rows, by code that several of them share.
+COUNTS = (
+    *("FalseNegatives", "FalsePositives", "TrueNegatives", "TruePositives", "BinaryIoU", "IoU"),
+    *("MeanIoU", "OneHotIoU", "OneHotMeanIoU", "PrecisionAtRecall", "RecallAtPrecision"),
+    *("SensitivityAtSpecificity", "SpecificityAtSensitivity"),
+)
+
+
+@program("keras.metrics: metrics that count, with microbatches")
+def counts_with_microbatches() -> Made:
+    """Metrics that count weighted rows, in two passes a step."""
+    model, targets = _outputs({name: METRICS[name][0] for name in COUNTS})
+    own = {name: [METRICS[name][1]()] for name in COUNTS}
+    loss = {name: SPARSE if METRICS[name][0] == "classes" else "mse" for name in COUNTS}
+    weights = {name: rng().random(ROWS).astype("float32") for name in COUNTS}
+    return Made(
+        model,
+        {"optimizer": sgd(0.01), "loss": loss, "weighted_metrics": own},
+        fit(_features(), targets, sample_weight=weights),
+        prepare={"microbatches": 2},
+    )
+
+
 OPTIMIZERS: dict[str, Make] = {
     **{
         name: lambda n=name: getattr(keras.optimizers, n)(0.01)

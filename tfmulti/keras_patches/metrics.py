@@ -40,12 +40,13 @@ from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 def install() -> None:
     """Patches `update_state` of Keras' metrics."""
-    for name in dir(keras.metrics):
-        metric = getattr(keras.metrics, name)
-        is_metric = isinstance(metric, type) and metric is not keras.metrics.Metric
+    exported = [getattr(keras.metrics, name) for name in dir(keras.metrics)]
+    # Some metrics have their `update_state` from a class that Keras does not export.
+    classes = {base for each in exported if isinstance(each, type) for base in each.mro()}
+    for metric in classes - {keras.metrics.Metric}:
         # Those of one value are made of Mean or Sum, which have a patch of their own.
-        is_of_one = is_metric and issubclass(metric, (keras.metrics.Mean, keras.metrics.Sum))
-        if is_metric and not is_of_one and "update_state" in vars(metric):
+        is_of_one = issubclass(metric, (keras.metrics.Mean, keras.metrics.Sum))
+        if not is_of_one and "update_state" in vars(metric):
             replace(metric, "update_state", _with_labels(_metric_of_rows))
     replace(keras.metrics.MeanMetricWrapper, "update_state", _with_labels(_metric_of_all_rows))
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
