@@ -302,6 +302,30 @@ def test_an_operation_without_a_rule_may_depend_on_all_rows(name: str) -> None:
     assert label.kind is Kind.GLOBAL
 
 
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [
+        (lambda x: tf.shape(x)[0], (1,)),
+        (lambda x: 3 * tf.shape(x)[0], (3,)),
+        (lambda x: (tf.shape(x) * [2, 1])[0], (2,)),
+        (lambda x: tf.cast(1.5 * tf.cast(tf.shape(x)[0], tf.float32), tf.int32), None),
+        (lambda x: -tf.shape(x)[0] * -1, None),
+        (lambda x: tf.shape(x)[1], None),
+    ],
+)
+def test_a_size_counts_whole_multiples_of_the_rows(
+    size: Callable[[Any], Any], parts: tuple[int, ...] | None
+) -> None:
+    found = []
+
+    def function(x: Any) -> Any:
+        found.append(row_labels.parts_counted(size(x)))
+        return x
+
+    _traced(function)
+    assert found == [parts]
+
+
 def test_parts_that_were_concatenated_are_kept_apart() -> None:
     _, label = _traced(lambda x: tf.nn.relu(tf.concat([x, tf.reshape(x, [-1, 2, 2])[:, 0]], -1)))
     assert label.parts == (1,)

@@ -455,7 +455,8 @@ def counts_with_microbatches() -> Made:
     model, targets = _outputs({name: METRICS[name][0] for name in COUNTS})
     own = {name: [METRICS[name][1]()] for name in COUNTS}
     loss = {name: SPARSE if METRICS[name][0] == "classes" else "mse" for name in COUNTS}
-    weights = {name: rng().random(ROWS).astype("float32") for name in COUNTS}
+    # The weights of an IoU are whole numbers.
+    weights = {name: rng().integers(0, 4, ROWS).astype("float32") for name in COUNTS}
     return Made(
         model,
         {"optimizer": sgd(0.01), "loss": loss, "weighted_metrics": own},

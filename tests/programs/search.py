@@ -36,7 +36,7 @@ DIFFERS, FAILS, FAILS_IN_KERAS = "DIFFERS", "FAILS", "fails in plain Keras, too"
 
 
 def judged(
-    plain: Left, found: Left, perturbed: Left, told: list[str], tolerance: float = 1e-10
+    plain: Left, found: Left, perturbed: Left, told: list[str], tolerance: float
 ) -> tuple[str, str]:
     """Returns a verdict about a program, and its reason.
 

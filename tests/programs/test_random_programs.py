@@ -23,6 +23,7 @@ ERROR: Left = {"error": np.array(["AttributeError", "…"])}
     ("plain", "found", "perturbed", "told", "verdict"),
     [
         (PLAIN, PLAIN, PLAIN, [], search.EQUAL),
+        (PLAIN, {"weight/0": np.array([1.0, 2.00001])}, PLAIN, [], search.EQUAL),
         (PLAIN, WRONG, PLAIN, [], search.DIFFERS),
         (PLAIN, WRONG, PLAIN, ["a warning"], search.TOLD),
         (PLAIN, WRONG, WRONG, [], search.SENSITIVE),
@@ -35,7 +36,7 @@ ERROR: Left = {"error": np.array(["AttributeError", "…"])}
 def test_a_program_is_judged(
     plain: Left, found: Left, perturbed: Left, told: list[str], verdict: str
 ) -> None:
-    assert search.judged(plain, found, perturbed, told)[0] == verdict
+    assert search.judged(plain, found, perturbed, told, tolerance=1e-4)[0] == verdict
 
 
 def test_only_a_warning_for_users_tells_a_difference() -> None:

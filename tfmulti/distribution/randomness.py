@@ -87,10 +87,9 @@ def by_parts(
         if arguments.get(name) is not None and _parts_of(arguments[name]) == parts
     ]
     for index, entries in enumerate(parts):
-        # The draws multiply these by `entries`, the number of entries of an example in this part.
-        first = replica_slice.first_row + entries_before * replica_slice.global_rows // entries
-        rows = replica_slice.global_rows * sum(parts) // entries
-        part_slice = replica_slice._replace(first_row=first, global_rows=rows)
+        first = replica_slice.first_row * entries + entries_before * replica_slice.global_rows
+        of_all = replica_slice.global_rows * sum(parts)
+        part_slice = replica_slice._replace(entries=(first, of_all))
         part_arguments = arguments | {
             name: values[index] for name, values in split_arguments.items()
         }
@@ -216,17 +215,17 @@ def from_whole(
     of this replica alone. Then the replica draws with its own seed (`seed_of_slice`).
     """
     shape = _as_list(shape)
-    rows = _rows_per_row(replica_slice, shape)
+    entries = _entries(replica_slice, shape)
     has_own_parameters = any(getattr(value, "shape", ()) for value in parameters.values())
-    if rows is None:
+    if entries is None:
         return original(shape, **parameters, seed=Drawn(seed))
     if has_own_parameters:
         return original(shape, **parameters, seed=Drawn(seed_of_slice(replica_slice, seed, shape)))
+    first, of_all = entries
     # If the first axis counts no rows after all, all replicas draw the same numbers.
-    size = tf.where(rows > 0, replica_slice.global_rows * rows, tf.cast(shape[0], tf.int64))
+    size = tf.where(of_all > 0, of_all, tf.cast(shape[0], tf.int64))
     all_numbers = original([tf.cast(size, tf.int32), *shape[1:]], **parameters, seed=Drawn(seed))
-    first_number = replica_slice.first_row * rows
-    return tf.reshape(all_numbers[first_number : first_number + tf.cast(shape[0], tf.int64)], shape)
+    return tf.reshape(all_numbers[first : first + tf.cast(shape[0], tf.int64)], shape)
 
 
 def categorical(
@@ -239,11 +238,11 @@ def categorical(
 ) -> tf.Tensor:
     """Returns samples for each row of `logits`, as one device draws them for the global batch."""
     logits = tf.convert_to_tensor(logits)
-    rows = _rows_per_row(replica_slice, shape_of(logits))
-    if rows is None:
+    entries = _entries(replica_slice, shape_of(logits))
+    if entries is None:
         return original(logits, num_samples, dtype, seed=Drawn(seed))
     # The numbers for a row depend on its position, but not on the values of other rows.
-    rows_before = tf.cast(replica_slice.first_row * rows, tf.int32)
+    rows_before = tf.cast(entries[0], tf.int32)
     padded = tf.pad(logits, [[rows_before, 0], [0, 0]])
     return original(padded, num_samples, dtype, seed=Drawn(seed))[rows_before:]
 
@@ -282,11 +281,11 @@ FOR_XLA = frozenset(DRAWS[name] for name in ("uniform", "randint", "normal", "dr
 
 def seed_of_slice(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: list[Any]) -> tf.Tensor:
     """Returns this replica's own seed if a shape begins with rows; else the given seed."""
-    rows = _rows_per_row(replica_slice, shape)
-    if rows is None:
+    entries = _entries(replica_slice, shape)
+    if entries is None:
         return seed
     return tf.where(
-        rows > 0, tf.random.fold_in(seed, tf.cast(replica_slice.first_row, seed.dtype)), seed
+        entries[1] > 0, tf.random.fold_in(seed, tf.cast(replica_slice.first_row, seed.dtype)), seed
     )
 
 
@@ -326,14 +325,13 @@ def _aligned(
         **options: further arguments of `draw`.
     """
     shape = _as_list(shape)
-    rows = _rows_per_row(replica_slice, shape)
+    entries = _entries(replica_slice, shape)
     # How many numbers come from one value of the counter.
     per_counter = _BITS // max(32, 8 * number_bytes)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     skip = None
-    if rows is not None:
-        numbers_per_row = rows * _product(shape[1:])
-        counter, skip = _moved(counter, replica_slice.first_row, numbers_per_row, per_counter)
+    if entries is not None:
+        counter, skip = _counter_at(counter, entries[0], _product(shape[1:]), per_counter)
     options |= {"key": key, "counter": counter, "alg": tf.raw_ops.StatelessRandomGetAlg()}
     if is_compiling() and draw in _BY_BITS:
         if options["dtype"] not in _FORMS:
@@ -355,14 +353,21 @@ def _product(sizes: list[Any]) -> Any:
     return math.prod([int(size) for size in sizes if not tf.is_tensor(size)] + unknown)
 
 
-def _moved(
-    counter: tf.Tensor, row: tf.Tensor, numbers_per_row: Any, per_counter: int
+def _counter_at(
+    counter: tf.Tensor, entry: tf.Tensor, size: Any, per_counter: int
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Returns the counter that draws the numbers of a row, and how many numbers to skip, if any."""
-    if isinstance(numbers_per_row, int) and numbers_per_row % per_counter == 0:
-        steps, skip = row * (numbers_per_row // per_counter), None
+    """Returns the counter that draws the numbers of an entry, and how many to skip, or None.
+
+    Args:
+        counter: the counter that draws the first number of all, uint64 of shape [2].
+        entry: the number of entries before this one, int64 scalar.
+        size: how many numbers an entry has.
+        per_counter: how many numbers come from one value of the counter.
+    """
+    if isinstance(size, int) and size % per_counter == 0:
+        steps, skip = entry * (size // per_counter), None
     else:
-        start = row * numbers_per_row
+        start = entry * size
         steps, skip = start // per_counter, start % per_counter
     low, high = tf.unstack(counter)
     moved = low + tf.cast(steps, tf.uint64)
@@ -405,26 +410,33 @@ _BY_BITS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _rows_per_row(replica_slice: ReplicaSlice, shape: list[Any]) -> Any:
-    """Returns how many entries of axis 0 an example has; None or 0 if the axis counts no rows.
+def _entries(replica_slice: ReplicaSlice, shape: list[Any]) -> tuple[Any, Any] | None:
+    """Returns where this replica's entries of axis 0 begin, and how many all replicas have.
 
-    The number is an int if it is known before the step runs, and else an int64 scalar. Axis 0
-    counts no rows if its size is known before the step runs and the number of rows is not. Nor does
-    it if its size is not a whole multiple of the number of rows.
+    Both are int64 scalars. It is None, or both are 0, if the axis counts no rows: if its size is
+    known before the step runs and the number of rows is not, or if its size is not a whole multiple
+    of the number of rows.
     """
     if not shape:
         return None
     size = tf.get_static_value(shape[0])
-    if size is None:
-        parts = _parts_of(shape)
-        if parts:
-            return sum(parts)
-        read_rows = tf.maximum(replica_slice.own_rows, 1)
-        size = tf.cast(shape[0], tf.int64)
-        return tf.where(size % read_rows == 0, size // read_rows, 0)
-    if replica_slice.read_rows is None or int(size) % replica_slice.read_rows:
+    read_rows = replica_slice.read_rows
+    if size is not None and (read_rows is None or int(size) % read_rows):
         return None
-    return int(size) // replica_slice.read_rows
+    if replica_slice.entries is not None:
+        return replica_slice.entries
+    per_row: Any
+    if size is not None and read_rows is not None:
+        per_row = int(size) // read_rows
+    elif (parts := _parts_of(shape)) and 0 not in parts:
+        per_row = sum(parts)
+    else:
+        read = tf.maximum(replica_slice.own_rows, 1)
+        length = tf.cast(shape[0], tf.int64)
+        per_row = tf.where(length % read == 0, length // read, 0)
+    if isinstance(per_row, int) and per_row == 1:
+        return replica_slice.first_row, replica_slice.global_rows
+    return replica_slice.first_row * per_row, replica_slice.global_rows * per_row
 
 
 def _as_list(shape: Any) -> list[Any]:

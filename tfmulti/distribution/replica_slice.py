@@ -43,6 +43,9 @@ class ReplicaSlice(NamedTuple):
         states: the kinds of the Keras variables that the user's own code changes, "layer" or
             "metric", by the variables' ids.
         attributes: the numbers and texts that the user's own objects held before the step.
+        entries: while random numbers of one part of concatenated rows are drawn: where this
+            replica's entries begin in the tensor of one device, and how many entries that has,
+            int64 scalars. Else None.
     """
 
     weight: tf.Tensor
@@ -60,6 +63,7 @@ class ReplicaSlice(NamedTuple):
     model: Any = None
     states: Mapping[int, str] = MappingProxyType({})
     attributes: Attributes = ()
+    entries: tuple[tf.Tensor, tf.Tensor] | None = None
 
     def alone(self) -> ReplicaSlice:
         """Returns the same slice, marked as the whole global batch.

@@ -343,9 +343,11 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     if op.type == "Mul":
         for factor, other in (list(op.inputs), list(op.inputs)[::-1]):
             value = tf.get_static_value(factor)
-            parts = None if value is None else parts_counted(other)
+            # A shape may be multiplied by a vector, whose first number is that of the rows.
+            times = 0 if value is None else np.ravel(value)[0]
+            parts = parts_counted(other) if times == int(times) > 0 else None
             if parts is not None:
-                return (int(value) * sum(parts),)
+                return (int(times) * sum(parts),)
     return None
 
 

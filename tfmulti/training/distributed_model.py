@@ -68,7 +68,13 @@ from tfmulti.training.memory import (
 )
 from tfmulti.training.safe_callbacks import saving_elsewhere, worker_safe
 from tfmulti.training.state import model_checks, relocation, run_state
-from tfmulti.training.state.trainer_state import RunCounts, TrainerState, remember, state_of
+from tfmulti.training.state.trainer_state import (
+    RunCounts,
+    TrainerState,
+    is_prepared,
+    remember,
+    state_of,
+)
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
@@ -116,7 +122,8 @@ def prepare(model: Model, options: TrainingOptions | None = None, **changes: Any
     relocation.enter(model)
     model_checks.check_scope(model)
     reading = ReadOptions(options.reader_threads, options.skip_bad_records)
-    state = TrainerState(options, reading)
+    made = state_of(model).evaluation_metrics if is_prepared(model) else []
+    state = TrainerState(options, reading, evaluation_metrics=made)
     if not isinstance(model, DistributedModel):
         cls = type(model)
         derived = derived_class(cls, (cls, DistributedModel))

@@ -124,7 +124,8 @@ def evaluating(model: keras.Model) -> Iterator[None]:
     """Notes the metrics that an evaluation makes after training has begun.
 
     They begin anew in each evaluation, and a run that resumes has not made them yet. So checkpoints
-    leave them out.
+    leave them out. An evaluation before all training also builds the metrics of `compile`, which
+    training uses.
     """
     before = {id(v) for v in replica_context.metric_variables(model)}
     try:
