@@ -238,6 +238,42 @@ def gradient_penalty_through_normalization() -> Made:
     return Made(model, {"optimizer": sgd(0.01)}, fit(*DATA))
 
 
+class PenaltyOfCompiledLosses(keras.Model):
+    """Adds the size of the gradient of the compiled losses by the inputs."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = self.compute_loss(x, y, self(x, training=True))
+            total = loss + tf.reduce_mean(tf.square(tape.gradient(loss, x)))
+        self.optimizer.apply(outer.gradient(total, weights), weights)
+        return {"loss": loss, "total": total}
+
+
+def _distances(y: Any, p: Any) -> Any:
+    rows = tf.tanh(p)
+    return tf.reduce_mean(tf.square(rows[:, None] - tf.gather(rows, [1, 0])[None]) ** 2)
+
+
+@program("Gradient penalty of the losses of compile")
+def gradient_penalty_of_losses_of_all_rows() -> Made:
+    """A gradient through the gradient of compiled losses that compare rows."""
+    inputs = keras.Input((4,))
+    middle = layers.Dense(5, "tanh")(inputs)
+    outputs = {name: layers.Dense(3)(middle) for name in ("circle", "distances", "entropy")}
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = {"circle": keras.losses.Circle(), "distances": _distances, "entropy": entropy}
+    x, y = DATA
+    return Made(
+        PenaltyOfCompiledLosses(inputs, outputs),
+        {"optimizer": sgd(0.01), "loss": loss},
+        fit(x, dict.fromkeys(loss, y)),
+    )
+
+
 class GradientField(keras.Model):
     """Trains a potential whose gradient by the inputs is the data, as in score matching."""
 

@@ -31,9 +31,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmulti.distribution import row_labels
+from tfmulti.distribution import losses, row_labels
 from tfmulti.distribution.custom_gradients import custom_gradient
-from tfmulti.distribution.losses import in_passes
 from tfmulti.distribution.replica_context import (
     gather_rows_with_gradient,
     global_gradient,
@@ -215,12 +214,17 @@ def gradient(
     Raises:
         ModelError: the target needs all rows together, and the step takes several passes.
     """
+
+    def compute(*args: Any, **given: Any) -> Any:
+        with losses.is_recorded.set_to(is_recorded):
+            return original(*args, **given)
+
     targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
     with row_labels.kept_in_branch() as is_branch:
         if is_branch:
-            return _gradient_in_branch(replica_slice, original, target, sources, **options)
+            return _gradient_in_branch(replica_slice, compute, target, sources, **options)
     if not are_known(replica_slice):
-        return original(target, sources, **options)
+        return compute(target, sources, **options)
     kinds = {label_of(t).kind for t in targets}
     for value in targets:
         note_unknown(replica_slice, value)
@@ -228,9 +232,9 @@ def gradient(
             replica_slice.note_unknown(f"the custom gradient {name!r}")
     by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
     if kinds <= {Kind.ROWS} and by_rows:
-        return _gradient_of_sums(replica_slice, original, target, sources, **options)
+        return _gradient_of_sums(replica_slice, compute, target, sources, **options)
     if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
-        gradients = original(target, sources, **options)
+        gradients = compute(target, sources, **options)
     else:
         builder = _Builder(replica_slice, targets[0].graph)
         built = [builder.summed(t) for t in targets]
@@ -240,7 +244,7 @@ def gradient(
         options["output_gradients"] = [
             builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
         ]
-        gradients = original([leaf for leaf, _ in pairs], sources, **options)
+        gradients = compute([leaf for leaf, _ in pairs], sources, **options)
     return _by_source(replica_slice, sources, gradients)
 
 
@@ -389,7 +393,14 @@ class _Builder:
         @custom_gradient
         def identity(value: tf.Tensor, *_: tf.Tensor) -> Any:
             def back(upstream: tf.Tensor) -> Any:
-                return (None, *tf.gradients(built, leaves, upstream, stop_gradients=leaves))
+                gradients = tf.gradients(built, leaves, upstream, stop_gradients=leaves)
+                if losses.is_recorded.get():
+                    self._leaf(upstream)
+                    gradients = [
+                        g if g is None else self.factor_on_tape(tf.convert_to_tensor(g))
+                        for g in gradients
+                    ]
+                return (None, *gradients)
 
             return tf.identity(value), back
 
@@ -675,7 +686,7 @@ class _Builder:
                 "that needs the rows of all replicas, which cannot be exchanged there. Compute the "
                 "value outside, and choose between it and the old one by tf.where."
             )
-        if in_passes():
+        if losses.in_passes():
             raise ModelError(
                 "the step computes a value from all rows of a batch together, which --microbatches "
                 "splits. Return a value for each example from its own row, or leave --microbatches "

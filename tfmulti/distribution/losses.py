@@ -217,7 +217,7 @@ def from_all_rows(
     # This call gets all rows, so a loss inside it must not be scaled.
     with computing(replica_slice.of_all_rows()):
         loss = compute(y_true, y_pred, weights)
-    return _with_gradient_times(loss, tf.math.reciprocal_no_nan(replica_slice.weight))
+    return _with_whole_gradient(replica_slice, loss)
 
 
 def _all_rows(replica_slice: ReplicaSlice, value: Any) -> Any:
@@ -243,12 +243,23 @@ def _all_rows_of_variable(replica_slice: ReplicaSlice, value: Any, attached: Seq
     return rows
 
 
-def _with_gradient_times(value: Any, factor: tf.Tensor) -> Any:
-    """Returns the same value, whose gradient is multiplied by `factor`."""
+# Whether a tape records the gradient that this thread takes now.
+is_recorded = PerThread(False)
+
+
+def _with_whole_gradient(replica_slice: ReplicaSlice, value: Any) -> Any:
+    """Returns the same value, whose gradient is divided by the replica's weight."""
 
     @custom_gradient
     def identity(x: tf.Tensor) -> Any:
-        return tf.identity(x), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+        def back(upstream: tf.Tensor) -> tf.Tensor:
+            if is_recorded.get():
+                # A gradient of this gradient would need the predictions of the other replicas.
+                replica_slice.note_unknown("a loss of all rows inside two gradient tapes")
+            factor = tf.math.reciprocal_no_nan(replica_slice.weight)
+            return upstream * tf.cast(factor, upstream.dtype)
+
+        return tf.identity(x), back
 
     return identity(value)
 
