@@ -204,8 +204,31 @@ def gradient_steps_in_a_loop() -> Made:
     return _made(StepsInALoop())
 
 
-class PenaltyThroughNormalization(keras.Model):
-    """Adds the size of the gradient by the inputs, behind a BatchNormalization."""
+class GradientPenalty(keras.Model):
+    """Adds the size of the gradient of a loss by the inputs."""
+
+    factor: float
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        raise NotImplementedError
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = self.loss_of(x, y)
+            penalty = self.factor * tf.reduce_sum(tf.square(tape.gradient(loss, x)))
+            total = loss + penalty
+        self.optimizer.apply(outer.gradient(total, weights), weights)
+        return {"loss": loss, "penalty": penalty}
+
+
+class PenaltyThroughNormalization(GradientPenalty):
+    """Has a BatchNormalization between the inputs and the loss."""
+
+    factor = 10.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,19 +239,9 @@ class PenaltyThroughNormalization(keras.Model):
     def call(self, x: Any) -> Any:
         return self.inner(x)
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        weights = self.trainable_variables
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                outputs = self.inner(x, training=True)
-                loss = tf.reduce_mean(tf.square(outputs[:, 0] - tf.cast(y, tf.float32)))
-            slopes = tape.gradient(loss, x)
-            penalty = 10.0 * tf.reduce_sum(tf.square(slopes))
-            total = loss + penalty
-        self.optimizer.apply(outer.gradient(total, weights), weights)
-        return {"loss": loss, "penalty": penalty}
+    def loss_of(self, x: Any, y: Any) -> Any:
+        outputs = self.inner(x, training=True)
+        return tf.reduce_mean(tf.square(outputs[:, 0] - tf.cast(y, tf.float32)))
 
 
 @program("Gradient penalty with BatchNormalization")
@@ -238,19 +251,11 @@ def gradient_penalty_through_normalization() -> Made:
     return Made(model, {"optimizer": sgd(0.01)}, fit(*DATA))
 
 
-class PenaltyOfCompiledLosses(keras.Model):
-    """Adds the size of the gradient of the compiled losses by the inputs."""
+class PenaltyOfCompiledLosses(GradientPenalty):
+    factor = 0.02
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        weights = self.trainable_variables
-        with tf.GradientTape() as outer:
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                loss = self.compute_loss(x, y, self(x, training=True))
-            total = loss + tf.reduce_mean(tf.square(tape.gradient(loss, x)))
-        self.optimizer.apply(outer.gradient(total, weights), weights)
-        return {"loss": loss, "total": total}
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return self.compute_loss(x, y, self(x, training=True))
 
 
 def _distances(y: Any, p: Any) -> Any:

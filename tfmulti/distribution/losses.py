@@ -29,6 +29,8 @@ from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, computin
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 
+# Whether a tape records the gradient that this thread takes now.
+is_recorded = PerThread(False)
 _compiled = PerThread(False)
 _divisors: PerThread[Divisors | None] = PerThread(None)
 _loss_calls: PerThread[LossCalls | None] = PerThread(None)
@@ -241,10 +243,6 @@ def _all_rows_of_variable(replica_slice: ReplicaSlice, value: Any, attached: Seq
         if hasattr(value, name):
             setattr(rows, name, _all_rows_of_variable(replica_slice, getattr(value, name), ()))
     return rows
-
-
-# Whether a tape records the gradient that this thread takes now.
-is_recorded = PerThread(False)
 
 
 def _with_whole_gradient(replica_slice: ReplicaSlice, value: Any) -> Any:
