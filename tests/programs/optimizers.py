@@ -405,3 +405,52 @@ def weights_moved_between_calls() -> Made:
         return {"losses": np.array(losses)}
 
     return Made(classifier(), {"optimizer": sgd(), "loss": SPARSE}, use=use)
+
+
+class FineTuned(keras.Model):
+    """A step that trains the last layer only."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        weights = self.layers[-1].trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+def _two_layers(cls: type[keras.Model]) -> Any:
+    inputs = keras.Input((4,))
+    return cls(inputs, layers.Dense(3, "softmax")(layers.Dense(5, "tanh")(inputs)))
+
+
+@program("keras-io: Fine-tuning a head with a train_step of one's own")
+def optimizer_of_some_weights() -> Made:
+    """A step whose only optimizer gets some of the trainable weights."""
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    return Made(_two_layers(FineTuned), {"optimizer": optimizer, "loss": SPARSE}, fit(*DATA))
+
+
+class BuildsItsOptimizers(keras.Model):
+    """A step that builds two optimizers by itself."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        first, last = (self.layers[i].trainable_variables for i in (1, 2))
+        if not self.optimizer.built:
+            self.optimizer.build(first)
+            self.of_last.build(last)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, [*first, *last])
+        self.optimizer.apply(gradients[:2])
+        self.of_last.apply(gradients[2:])
+        return {"loss": loss}
+
+
+@program("TensorFlow guide: Customizing what happens in fit")
+def optimizers_that_the_step_builds() -> Made:
+    """A step that calls `build` of two optimizers before it uses them."""
+    model = _two_layers(BuildsItsOptimizers)
+    model.of_last = adam(0.02)
+    return Made(model, {"optimizer": adam(), "loss": SPARSE}, fit(*DATA))

@@ -24,6 +24,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -181,6 +182,14 @@ class _ReducesFirst(_UpdatesReplica):
 
     _tfmulti_reduce: Callable[[Gradients, list[str]], list[Any]]
     _tfmulti_take: Callable[[Any, Gradients, Any], bool]
+
+    def build(self, variables: Any) -> None:
+        """Makes the slots, once for all replicas if a step of the user's own calls this."""
+        is_in_step = tf.inside_function() and tf.distribute.get_replica_context() is not None
+        if is_in_step and not self.built and not in_stateless_scope():  # type: ignore[attr-defined]
+            _build(self, variables)
+        else:
+            super().build(variables)  # type: ignore[misc]
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         """Reduces the gradients and applies them, unless the `take` function keeps them."""

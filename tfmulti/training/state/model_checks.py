@@ -213,11 +213,11 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
         trace()
     with_losses = not (has_own and _computes_no_losses(model, specs, trace))
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    # A step with several optimizers updates some of the weights by each. Keras would build the
-    # compiled optimizer for all weights.
-    by_trace = has_own_step(model, "train_step") and len(optimizers_of(model)) > 1
+    # A step of the user's own may update some of the weights only, and then Keras builds the
+    # optimizer for these.
+    with_optimizer = not has_own_step(model, "train_step")
     try:
-        _build_from_specs(model, specs, with_optimizer=not by_trace, with_losses=with_losses)
+        _build_from_specs(model, specs, with_optimizer=with_optimizer, with_losses=with_losses)
     except Exception as error:
         if isinstance(_cause_of(error), AttributeError):
             raise _cause_of(error) from None
