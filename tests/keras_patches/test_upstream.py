@@ -450,6 +450,15 @@ def test_upstream_loops_that_call_the_same_functions_are_still_not_both_differen
         slopes(tf.constant(1.1))
 
 
+def test_a_graph_still_does_not_tell_which_gradients_are_recomputed() -> None:
+    """The reason for `_recomputed`."""
+    spec = tf.TensorSpec([], tf.float32)
+    recomputed = tf.recompute_grad(lambda x: tf.tanh(x))
+    graph = tf.function(lambda x: recomputed(x)).get_concrete_function(spec).graph
+    [result] = [op for op in graph.get_operations() if op.type == "IdentityN"]
+    assert "recompute" not in str(result.node_def)
+
+
 def test_the_global_seed_is_still_private() -> None:
     keras.utils.set_random_seed(7)
     assert global_seed() == 7

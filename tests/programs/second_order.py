@@ -354,3 +354,71 @@ def added_loss_that_is_computed_again_behind_a_loop() -> Made:
     inputs = keras.Input((4,))
     model = ComputesItsLoss(inputs, LossBehindALoop()(layers.Dense(3)(inputs)))
     return Made(model, {"optimizer": adam(), "loss": "mse"}, fit(features(4), features(3)))
+
+
+class Contractive(Adapted):
+    """Adds the size of each row's matrix of derivatives to the loss."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)
+            jacobian = inner.batch_jacobian(outputs, x)
+            loss = self.loss_of(y, outputs) + 0.1 * tf.norm(jacobian)
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program("Contractive autoencoder")
+def jacobian_of_each_row() -> Made:
+    """A penalty of the matrices of derivatives of all rows, by `batch_jacobian`."""
+    return _made(Contractive())
+
+
+class CachesGradients(Adapted):
+    """Compares all rows in a loss, and passes its gradient by rows on to the weights."""
+
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as of_weights:
+            outputs = self(x, training=True)
+        with tf.GradientTape() as of_outputs:
+            of_outputs.watch(outputs)
+            closeness = tf.matmul(outputs, outputs, transpose_b=True)
+            loss = tf.reduce_mean(-tf.linalg.diag_part(tf.nn.log_softmax(closeness)))
+        cached = of_outputs.gradient(loss, outputs)
+        gradients = of_weights.gradient(outputs, weights, output_gradients=cached)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+@program("Gradient caching for contrastive learning")
+def gradients_given_by_the_step() -> Made:
+    """A tape that differentiates rows with `output_gradients` of the step's own."""
+    return _made(CachesGradients())
+
+
+class Rematerialized(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.inner = layers.Dense(5, "tanh")
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return keras.remat(self.inner)(x)
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (shape[0], 5)
+
+
+@program("Keras: rematerialization")
+def rematerialized_layer() -> Made:
+    """A layer whose outputs `keras.remat` computes once more for the gradients."""
+    inputs = keras.Input((4,))
+    hidden = layers.BatchNormalization()(Rematerialized()(inputs))
+    model = keras.Model(inputs, layers.Dense(3, "softmax")(hidden))
+    loss = "sparse_categorical_crossentropy"
+    return Made(model, {"optimizer": adam(), "loss": loss}, fit(*DATA))

@@ -63,6 +63,20 @@ def unknown_in(op: tf.Operation) -> Iterator[str]:
             yield inner.name
 
 
+def are_behind(target: tf.Tensor) -> bool:
+    """Returns whether a tensor depends on a custom gradient that is not that of the operations."""
+    stack, visited = [target], {target.name}
+    while stack:
+        tensor = stack.pop()
+        if any(map(has_custom_gradient, operations_in(tensor.op))) and not is_formula(tensor):
+            return True
+        for behind in tensor.op.inputs:
+            if behind.name not in visited:
+                visited.add(behind.name)
+                stack.append(behind)
+    return False
+
+
 def operations_in(op: tf.Operation) -> Iterator[tf.Operation]:
     """Yields an operation, and those inside it if it is a condition or a loop."""
     yield op

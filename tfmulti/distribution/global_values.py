@@ -31,7 +31,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmulti.distribution import losses, row_labels
+from tfmulti.distribution import custom_gradients, losses, row_labels
 from tfmulti.distribution.custom_gradients import custom_gradient
 from tfmulti.distribution.replica_context import (
     gather_rows_with_gradient,
@@ -293,6 +293,17 @@ def _gradient_of_sums(
 def _is_of_rows(source: Any) -> bool:
     """Returns whether a tensor has the rows of the batch along axis 0."""
     return isinstance(source, tf.Tensor) and label_of(source).kind in (Kind.ROWS, Kind.MIXED)
+
+
+def labelled_jacobian(target: Any, source: Any, jacobian: Any) -> Any:
+    """Labels the matrices by which `batch_jacobian` differentiates rows, and returns them.
+
+    With a custom gradient, such as that of BatchNormalization, a row may depend on others.
+    """
+    is_by_rows = _is_of_rows(source) and label_of(target).kind is Kind.ROWS
+    if is_by_rows and not custom_gradients.are_behind(target):
+        return _labelled_rows(source, jacobian)
+    return jacobian
 
 
 def _labelled_rows(source: tf.Tensor, value: Any) -> Any:
@@ -712,11 +723,12 @@ class _Builder:
         }
         if op.type.endswith("PartitionedCall") and "_gradient_op_type" not in attributes:
             # Inside two tapes TensorFlow makes a loop a function, whose gradient only these tapes
-            # know.
+            # know. A `tf.autodiff.ForwardAccumulator` makes each operation one.
             raise ModelError(
                 "the train_step differentiates a loop or a condition on tensors inside two "
-                "gradient tapes, and its value needs the rows of all replicas. Compute the value "
-                "without the loop, for example by a sum or a matrix product."
+                "gradient tapes, or uses a ForwardAccumulator, for a value that needs the rows of "
+                "all replicas. Compute the value without a loop, for example by a sum or a matrix "
+                "product, and differentiate it with gradient tapes."
             )
         new_op = value.graph.create_op(
             op.type,

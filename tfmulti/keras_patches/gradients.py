@@ -1,8 +1,12 @@
-"""Patch of the public `tf.GradientTape.gradient`: its target becomes that of the global batch.
+"""Patches of gradient tapes: the target of a gradient becomes that of the global batch.
 
 Each replica computes its own part of the gradient. The mean of these parts over the replicas, each
 weighted by its rows, is the gradient of the global batch (`distribution.global_values`).
-"""
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| `_recomputed` | `custom_gradient._graph_mode_decorator` | none | a graph tells that a custom gradient is that of `tf.recompute_grad` |
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -12,15 +16,20 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.ops import custom_gradient as custom_gradient_module
 
 from tfmulti.distribution import global_values, losses, row_labels
-from tfmulti.distribution.replica_slice import partial
-from tfmulti.keras_patches.patching import replace
+from tfmulti.distribution.custom_gradients import mark_formula
+from tfmulti.distribution.replica_slice import ReplicaSlice, partial
+from tfmulti.distribution.row_rules import Kind
+from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 
 def install() -> None:
-    """Patches `tf.GradientTape.gradient`."""
+    """Patches the methods of `tf.GradientTape`, and the gradients of `tf.recompute_grad`."""
     replace(tf.GradientTape, "gradient", _gradient)
+    replace(tf.GradientTape, "batch_jacobian", in_replica_slice(_batch_jacobian))
+    replace(custom_gradient_module, "_graph_mode_decorator", in_replica_slice(_recomputed))
 
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,3 +67,35 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return gradient
+
+
+def _batch_jacobian(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    tape: tf.GradientTape,
+    target: Any,
+    source: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Labels the matrices of the rows, since TensorFlow computes them by operations on all rows."""
+    jacobian = original(tape, target, source, *args, **kwargs)
+    return global_values.labelled_jacobian(target, source, jacobian)
+
+
+def _recomputed(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, function: Any, *args: Any
+) -> Any:
+    """Says that the gradient of `tf.recompute_grad` is that of the operations of its function.
+
+    The tape does not record these operations. So a result that mixes rows, whose operations would
+    have to be computed again from the rows of all replicas, stays unknown.
+    """
+    results = original(function, *args)
+    is_of_tensorflow = getattr(function, "__module__", "") == custom_gradient_module.__name__
+    if is_of_tensorflow and function.__qualname__.startswith("recompute_grad."):
+        tensors = tf.nest.flatten(results)
+        kinds = {row_labels.label_of(t.op.inputs[t.value_index]).kind for t in tensors}
+        if kinds <= {Kind.ROWS, Kind.MEAN, Kind.ALIKE}:
+            mark_formula(results)
+    return results
