@@ -39,9 +39,11 @@ class ReplicaSlice(NamedTuple):
         note_unknown: is called with a reason during tracing if the step uses a value, and it is not
             known how that value depends on the rows.
         note_trusted: the same for a value that a loss or metric of Keras takes for rows.
+        note_assigned: is called during tracing if the step changes a variable, with the variable,
+            and whether it is known that all replicas give it the same value.
         model: the model whose step is traced.
-        states: the kinds of the Keras variables that the user's own code changes, "layer" or
-            "metric", by the variables' ids.
+        states: the kinds of the variables that the user's own code may change, "layer", "metric" or
+            "other", by the variables' ids.
         attributes: the numbers and texts that the user's own objects held before the step.
         entries: while random numbers of one part of concatenated rows are drawn: where this
             replica's entries begin in the tensor of one device, and how many entries that has,
@@ -60,6 +62,7 @@ class ReplicaSlice(NamedTuple):
     note_gather: Callable[[], None] = lambda: None
     note_unknown: Callable[[str], None] = lambda reason: None
     note_trusted: Callable[[str], None] = lambda reason: None
+    note_assigned: Callable[[Any, bool], None] = lambda variable, is_equal: None
     model: Any = None
     states: Mapping[int, str] = MappingProxyType({})
     attributes: Attributes = ()

@@ -23,12 +23,14 @@ from tensorflow.python.distribute.values import (
 )
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfmulti.distribution import custom_steps, global_values, row_labels
+from tfmulti.distribution import custom_steps, global_values, losses, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.layers import in_layer_of_keras
 from tfmulti.keras_patches.metrics import part_of_state
 from tfmulti.keras_patches.patching import in_replica_slice, replace
+from tfmulti.keras_patches.variables import tf_variable_of
 
 NewValue = Callable[..., tf.Tensor]
 
@@ -93,19 +95,33 @@ def _assign(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Assigns a value. A state of a layer or a metric gets the value of the global batch.
+    """Assigns a value. A variable that is no metric's gets the value of the global batch.
 
     A metric's states are parts, which add up to that value.
+
+    Raises:
+        ModelError: tfmulti has not found the variable, and the replicas have no equal copies.
     """
-    # Other patches handle the assignments within Keras' own layers.
-    if not in_layer_of_keras.get():
+    is_by_user = _is_change_by_user()
+    # Other patches handle the assignments within Keras' own layers, and in optimizers.
+    if is_by_user or not (in_layer_of_keras.get() or custom_steps.gradients_are_global.get()):
         kind = replica_slice.states.get(id(variable))
-        if kind is None and not isinstance(variable, keras.Variable) and _is_change_by_user():
+        if kind is None and is_by_user:
             _refuse_change(variable)
+        if kind == "other":
+            kind = "layer" if _needs_one_value(replica_slice, variable, value, is_by_user) else None
         with row_labels.kept_in_branch():
-            if kind and global_values.are_known(replica_slice) and row_labels.may_be_left_out():
+            is_known = global_values.are_known(replica_slice)
+            may_be_left_out = is_known and row_labels.may_be_left_out()
+            if kind and may_be_left_out:
                 replica_slice.note_unknown("a condition or a loop that changes a variable")
+            is_local = row_labels.label_of(value).kind is Kind.LOCAL
+            is_equal = is_known and not is_local and not may_be_left_out
+            replica_slice.note_assigned(variable, is_equal)
             if kind == "layer":
+                if losses.in_passes():
+                    name = getattr(variable, "path", variable.name)
+                    replica_slice.note_unknown(f"the variable {name!r}, which each pass changes")
                 value = global_values.of_one_device(replica_slice, value)
             elif kind == "metric":
                 value = part_of_state(replica_slice, variable, value)
@@ -113,7 +129,33 @@ def _assign(
                 # Keras compares the shapes. Here the number of rows is not known, and the rank of
                 # what some operations compute from them is not known either.
                 value = tf.ensure_shape(value, variable.shape)
+    else:
+        replica_slice.note_assigned(variable, False)
     return original(variable, value, *args, **kwargs)
+
+
+def _needs_one_value(
+    replica_slice: ReplicaSlice, variable: keras.Variable, value: Any, is_by_user: bool
+) -> bool:
+    """Returns whether a variable of no layer and no metric of the model gets a value of the rows.
+
+    Such are variables of optimizers, of random generators, and of the user's own objects.
+
+    Raises:
+        ModelError: the copies of the variable differ between replicas, or all replicas share it.
+    """
+    with row_labels.kept_in_branch():
+        if not global_values.are_known(replica_slice):
+            return False
+        kind = row_labels.label_of(value).kind
+    needs_one = is_by_user or kind not in (Kind.ALIKE, Kind.LOCAL)
+    tf_variable, context = tf_variable_of(variable), tf.distribute.get_replica_context()
+    if context is not None and context.num_replicas_in_sync > 1:
+        # The copies of a metric's variable are parts of a sum.
+        is_of_metric = isinstance(tf_variable, SyncOnReadVariable)
+        if is_of_metric or (needs_one and not isinstance(tf_variable, MirroredVariable)):
+            _refuse_change(variable)
+    return needs_one
 
 
 def _assign_entries(
@@ -139,25 +181,30 @@ def _assign_entries(
 
 # The packages whose own changes of variables have patches of their own.
 _LIBRARIES = ("keras", "tensorflow", "tfmulti")
+# The modules whose functions change a variable for their caller: this one, `in_replica_slice`,
+# `assign_add` of a Keras variable, `variable[…].assign` and `tf.compat.v1.assign`.
+_PASS_ON = (
+    __name__,
+    in_replica_slice.__module__,
+    "keras.src.backend.common.variables",
+    "tensorflow.python.ops.array_ops",
+    "tensorflow.python.ops.state_ops",
+)
 
 
 def _is_change_by_user() -> bool:
     """Returns whether the user's code changes a variable in a compiled step of several replicas.
 
-    A patch that was called there calls this function. An optimizer of the user's own does not
-    count, since it gets the same gradients on all replicas.
+    An optimizer of the user's own does not count, since it gets the same gradients on all replicas.
     """
-    # This function, the patch, and `in_replica_slice` come before the caller.
-    own: Any = inspect.currentframe()
-    caller = own.f_back.f_back.f_back
-    # TensorFlow's function for `variable[…].assign`.
-    if caller.f_globals.get("__name__") == "tensorflow.python.ops.array_ops":
-        caller = caller.f_back
-    module = str(caller.f_globals.get("__name__"))
     context = tf.distribute.get_replica_context()
     is_of_several = context is not None and context.num_replicas_in_sync > 1
-    is_exempt = tf.executing_eagerly() or custom_steps.gradients_are_global.get()
-    return is_of_several and not is_exempt and module.partition(".")[0] not in _LIBRARIES
+    if not is_of_several or tf.executing_eagerly() or custom_steps.gradients_are_global.get():
+        return False
+    frame: Any = inspect.currentframe()
+    while (module := str(frame.f_globals.get("__name__"))) in _PASS_ON:
+        frame = frame.f_back
+    return module.partition(".")[0] not in _LIBRARIES
 
 
 def _refuse_change(variable: Any) -> NoReturn:
@@ -165,6 +212,6 @@ def _refuse_change(variable: Any) -> NoReturn:
     raise ModelError(
         f"the step changes the variable {variable.name!r}, which is no attribute of the model, its "
         "layers or metrics. So each replica would change it by its own rows, and no checkpoint "
-        "would have it. Keep it in an attribute, such as self.last = tf.Variable(0.0), or change a "
-        "Keras variable by its own assign."
+        "would have it. Keep it, or the metric that it belongs to, in an attribute, such as "
+        "self.last = tf.Variable(0.0), and change a Keras variable by its own assign."
     )

@@ -183,13 +183,32 @@ class _ReducesFirst(_UpdatesReplica):
     _tfmulti_reduce: Callable[[Gradients, list[str]], list[Any]]
     _tfmulti_take: Callable[[Any, Gradients, Any], bool]
 
+    def _is_new_in_step(self) -> bool:
+        """Returns whether a step of the user's own runs now, and the optimizer has no slots yet."""
+        is_in_step = tf.inside_function() and tf.distribute.get_replica_context() is not None
+        return is_in_step and not self.built and not in_stateless_scope()  # type: ignore[attr-defined]
+
     def build(self, variables: Any) -> None:
         """Makes the slots, once for all replicas if a step of the user's own calls this."""
-        is_in_step = tf.inside_function() and tf.distribute.get_replica_context() is not None
-        if is_in_step and not self.built and not in_stateless_scope():  # type: ignore[attr-defined]
+        if self._is_new_in_step():
             _build(self, variables)
         else:
             super().build(variables)  # type: ignore[misc]
+
+    @property
+    def variables(self) -> Any:
+        """The variables of the optimizer.
+
+        Raises:
+            ModelError: a step reads them before the optimizer is built. Plain Keras finds no slots
+                in its first step, and then traces the step once more.
+        """
+        if self._is_new_in_step():
+            raise ModelError(
+                "the train_step reads the variables of an optimizer that is not built yet. Call "
+                "optimizer.build(model.trainable_variables) before fit."
+            )
+        return super().variables  # type: ignore[misc]
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         """Reduces the gradients and applies them, unless the `take` function keeps them."""

@@ -161,6 +161,10 @@ def slice_in_step(
         if has_own_step(model, name) or layers.has_own_layers(model):
             (note if name == "train_step" else note_unknown)(reason)
 
+    def note_assigned(variable: Any, is_equal: bool) -> None:
+        are_equal = state.traced.are_equal
+        are_equal[id(variable)] = is_equal and are_equal.get(id(variable), True)
+
     replica_slice = batch.slice_of(
         local,
         alone=placement_of(model.distribute_strategy).replicas == 1,
@@ -170,6 +174,7 @@ def slice_in_step(
         seeds=seeds,
         note_unknown=note_unknown,
         note_trusted=note_trusted,
+        note_assigned=note_assigned,
         note_gather=lambda: state.traced.gathers.add(name),
     )
 
@@ -296,8 +301,9 @@ def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
     copies = [copy for variable in held for copy in relocation.components(variable)]
     losses = (owner for owner in found.objects if isinstance(owner, keras.losses.Loss))
     of_losses = [v for loss in losses for v in vars(loss).values() if isinstance(v, keras.Variable)]
+    others = {id(variable): "other" for variable in found.variables}
     states = {id(variable): "layer" for variable in (*held, *copies, *of_losses)}
-    return layers.states_of_its_own(model) | states
+    return others | layers.states_of_its_own(model) | states
 
 
 def _note_python_functions(replica_slice: ReplicaSlice) -> None:
