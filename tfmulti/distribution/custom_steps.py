@@ -159,6 +159,8 @@ def silu(
     return outputs
 
 
+# The functions here that take gradients, and reduce them over the replicas.
+OF_GRADIENTS = (clip_by_global_norm, clip, global_norm)
 # The module of TensorFlow, the name there, and the function that takes its place in a step.
 FUNCTIONS: list[tuple[Any, str, Callable[..., Any]]] = [
     (tf.nn, "compute_average_loss", average_loss),

@@ -115,6 +115,20 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     return global_value
 
 
+def input_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
+    """Returns what `of_one_device` does, for a value that each replica uses with its own rows.
+
+    A value that has rows, or is not understood, stays as it is.
+    """
+    is_known = are_known(replica_slice) and isinstance(value, tf.Tensor)
+    if not is_known or label_of(value).kind not in (Kind.GLOBAL, Kind.SUM):
+        return value
+    with _builder_of(replica_slice, value) as builder:
+        global_value = builder.factor_on_tape(builder.whole(value))
+    row_labels.mark(global_value, row_labels.ALIKE)
+    return global_value
+
+
 def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns a value whose sum over the replicas is the value of one device.
 
@@ -186,6 +200,9 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
 
 
 Gradient = Callable[..., Any]
+# The kinds of tensors that depend on several rows of the batch together.
+_OF_SEVERAL_ROWS = (Kind.SUM, Kind.COUNT, Kind.GLOBAL, Kind.MIXED)
+_BY_SEVERAL_ROWS = "a gradient by a tensor that is computed from several rows"
 
 
 def gradient(
@@ -235,6 +252,15 @@ def gradient(
         return _gradient_of_sums(replica_slice, compute, target, sources, **options)
     if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
         gradients = compute(target, sources, **options)
+    elif any(
+        label_of(s).kind in _OF_SEVERAL_ROWS for s in tf.nest.flatten(sources) if tf.is_tensor(s)
+    ):
+        # The values of the global batch are built from the rows, and do not depend on the source.
+        replica_slice.note_unknown(_BY_SEVERAL_ROWS)
+        gradients = compute(target, sources, **options)
+        for value in tf.nest.flatten(gradients):
+            row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
+        return gradients
     else:
         builder = _Builder(replica_slice, targets[0].graph)
         built = [builder.summed(t) for t in targets]
@@ -331,8 +357,7 @@ def _by_source(replica_slice: ReplicaSlice, sources: Any, gradients: Any) -> Any
         elif label.kind in (Kind.ALIKE, Kind.MEAN):
             row_labels.mark(value, row_labels.MEAN)
         else:
-            reason = "a gradient by a tensor that is computed from several rows"
-            row_labels.mark(value, row_labels.local(reason))
+            row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
         results.append(value)
     return tf.nest.pack_sequence_as(gradients, results)
 
@@ -497,6 +522,9 @@ class _Builder:
         if value.name not in built:
             self._build_needed(value)
             built[value.name] = self._whole(value)
+            if built[value.name] is not value:
+                # If the values are indices, all replicas look up the same entries.
+                row_labels.mark(built[value.name], row_labels.ALIKE)
         return built[value.name]
 
     def _build_needed(self, value: tf.Tensor) -> None:
@@ -631,6 +659,7 @@ class _Builder:
                 return self._leaf(value)
             else:
                 built[value.name] = self._again(value, [self._count(t) for t in op.inputs])
+            row_labels.mark(built[value.name], row_labels.ALIKE)
         return built[value.name]
 
     def _global_shape(self, value: tf.Tensor) -> tf.Tensor:
@@ -736,7 +765,8 @@ class _Builder:
             [output.dtype for output in op.outputs],
             attrs=attributes,
             op_def=op.op_def,
-            name=op.name.rpartition("/")[2] + "_of_global_batch",
+            # A name must not begin with "_".
+            name=op.name.rpartition("/")[2].lstrip("_") + "_of_global_batch",
         )
         return new_op.outputs[value.value_index]
 

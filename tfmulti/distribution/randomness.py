@@ -27,8 +27,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmulti.distribution import row_labels
+from tfmulti.distribution import global_values, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice, is_compiling, refuse_to_compile
+from tfmulti.distribution.row_rules import Kind, Label, Parts
 
 Draw = Callable[..., Any]
 
@@ -60,17 +61,19 @@ def by_parts(
         seed: the seed of this draw.
         arguments: the arguments of Keras' function without the seed, by name.
     """
+    if "inputs" in arguments and arguments.get("noise_shape") is None:
+        # A dropout of a matrix of the whole batch, such as the product of a graph's edges and rows.
+        inputs = global_values.input_of_one_device(replica_slice, arguments["inputs"])
+        arguments = arguments | {"inputs": inputs}
     tensor = arguments.get("inputs", arguments.get("logits", arguments.get("x")))
     shape = arguments.get("shape")
     parts = _parts_of(tensor if tensor is not None else shape)
     if parts is None or len(parts) == 1 or 0 in parts or "x" in arguments:
         drawn = draw(replica_slice, seed, **arguments)
         if parts is not None and "x" not in arguments:
-            row_labels.mark(drawn, row_labels.rows(parts))
+            _label_drawn(drawn, row_labels.rows(parts), arguments)
         elif tensor is None:
-            is_known = not any(tf.is_tensor(size) for size in _as_list(shape))
-            reason = "random numbers of a shape that does not count the rows of the batch"
-            row_labels.mark(drawn, row_labels.ALIKE if is_known else row_labels.local(reason))
+            _label_drawn(drawn, _label_of_shape(shape), arguments)
         return drawn
     read_rows = tf.maximum(replica_slice.own_rows, 1)
     entries_before, drawn = 0, []
@@ -101,11 +104,34 @@ def by_parts(
         drawn.append(draw(part_slice, seed, **part_arguments))
         entries_before += entries
     concatenated = tf.concat(drawn, 0)
-    row_labels.mark(concatenated, row_labels.rows(parts))
+    _label_drawn(concatenated, row_labels.rows(parts), arguments)
     return concatenated
 
 
-def _parts_of(value: Any) -> tuple[int, ...] | None:
+def _label_of_shape(shape: Any) -> Label:
+    """Returns the label of numbers that are drawn for a shape that counts no rows."""
+    if any(row_labels.label_of(size).kind is not Kind.ALIKE for size in _as_list(shape)):
+        reason = "random numbers of a shape that does not count the rows of the batch"
+        return row_labels.local(reason)
+    return row_labels.ALIKE
+
+
+def _label_drawn(drawn: tf.Tensor, label: Label, arguments: dict[str, Any]) -> None:
+    """Labels drawn numbers, unless an argument depends on the rows of other replicas.
+
+    Then the label follows from the operations, of which `_aligned` has labelled the draw itself.
+    """
+    given = [v for name, v in arguments.items() if "shape" not in name and tf.is_tensor(v)]
+    kinds = {row_labels.label_of(value).kind for value in given}
+    if row_labels.is_marked(drawn):
+        return
+    if kinds <= {Kind.ALIKE, Kind.ROWS}:
+        row_labels.mark(drawn, label)
+    elif label.kind is not Kind.LOCAL and row_labels.label_of(drawn).kind is Kind.LOCAL:
+        row_labels.mark(drawn, row_labels.local("random numbers with parameters of several rows"))
+
+
+def _parts_of(value: Any) -> Parts | None:
     """Returns the parts of the rows that a tensor has, or that a shape counts."""
     if not row_labels.are_kept():
         return None
@@ -139,10 +165,16 @@ def uniform(
     return _unit(replica_slice, seed, shape, dtype) * (high - low) + low
 
 
-def _unit(replica_slice: ReplicaSlice, seed: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns uniform numbers in [0, 1); see `uniform`."""
+def _unit(
+    replica_slice: ReplicaSlice,
+    seed: tf.Tensor,
+    shape: Any,
+    dtype: tf.DType,
+    parts: Parts | None = None,
+) -> tf.Tensor:
+    """Returns uniform numbers in [0, 1); see `uniform` and `_aligned`."""
     draw = tf.raw_ops.StatelessRandomUniformV2
-    return _aligned(replica_slice, shape, dtype.size, seed, draw, dtype=dtype)
+    return _aligned(replica_slice, shape, dtype.size, seed, draw, parts, dtype=dtype)
 
 
 def randint(
@@ -191,14 +223,18 @@ def dropout(
 
     `noise_shape` is the shape of the mask, where None stands for a size of `inputs`.
     """
-    sizes = shape_of(inputs)
+    sizes, label, parts = shape_of(inputs), row_labels.label_of(inputs), None
+    if label.kind is Kind.MIXED and label.parts and 0 not in label.parts:
+        # A replica may be unable to compute the inputs, and so their shape, from its own rows.
+        parts = label.parts
+        sizes[0] = tf.cast(tf.maximum(replica_slice.own_rows, 1) * sum(parts), tf.int32)
     if noise_shape is not None:
         sizes = [sizes[i] if size is None else size for i, size in enumerate(noise_shape)]
 
     def sample(shape: Any, dtype: Any) -> Any:
         # `shape` has the same sizes as `sizes`, but all are unknown.
         del shape
-        return _unit(replica_slice, seed, sizes, dtype)
+        return _unit(replica_slice, seed, sizes, dtype, parts)
 
     return tf.nn.experimental.general_dropout(
         inputs, rate, sample, None if noise_shape is None else sizes
@@ -220,7 +256,11 @@ def from_whole(
     if entries is None:
         return original(shape, **parameters, seed=Drawn(seed))
     if has_own_parameters:
-        return original(shape, **parameters, seed=Drawn(seed_of_slice(replica_slice, seed, shape)))
+        own_seed = Drawn(seed_of_slice(replica_slice, seed, shape))
+        drawn = original(shape, **parameters, seed=own_seed)
+        reason = "random numbers of a distribution with a tensor of parameters"
+        row_labels.mark(drawn, row_labels.local(reason))
+        return drawn
     first, of_all = entries
     # If the first axis counts no rows after all, all replicas draw the same numbers.
     size = tf.where(of_all > 0, of_all, tf.cast(shape[0], tf.int64))
@@ -312,6 +352,7 @@ def _aligned(
     number_bytes: int,
     seed: tf.Tensor,
     draw: Callable[..., Any],
+    parts: Parts | None = None,
     **options: Any,
 ) -> Any:
     """Returns what `draw` draws for a shape, from the position where this replica's rows begin.
@@ -322,6 +363,7 @@ def _aligned(
         number_bytes: the size of one number.
         seed: the seed of this draw.
         draw: an operation of TensorFlow that draws by a key and a counter.
+        parts: the parts of the rows that the shape counts, if it does not tell them itself.
         **options: further arguments of `draw`.
     """
     shape = _as_list(shape)
@@ -339,12 +381,17 @@ def _aligned(
             refuse_to_compile(f"draws {name} numbers, and XLA would draw other ones")
         draw = _BY_BITS[draw]
     if skip is None:
-        return draw(shape=tf.stack(shape) if shape else tf.zeros([0], tf.int32), **options)
-    count = _product(shape)
-    # XLA needs the size before the step runs, but not the position of the rows.
-    size = count + per_counter if is_compiling() else skip + count
-    numbers = draw(shape=tf.reshape(size, [1]), **options)
-    return tf.reshape(tf.slice(numbers, [skip], [count]), shape)
+        drawn = draw(shape=tf.stack(shape) if shape else tf.zeros([0], tf.int32), **options)
+    else:
+        count = _product(shape)
+        # XLA needs the size before the step runs, but not the position of the rows.
+        size = count + per_counter if is_compiling() else skip + count
+        numbers = draw(shape=tf.reshape(size, [1]), **options)
+        drawn = tf.reshape(tf.slice(numbers, [skip], [count]), shape)
+    if "minval" not in options:
+        parts = parts or _parts_of(shape)
+        row_labels.mark(drawn, row_labels.rows(parts) if parts else _label_of_shape(shape))
+    return drawn
 
 
 def _product(sizes: list[Any]) -> Any:
@@ -417,7 +464,7 @@ def _entries(replica_slice: ReplicaSlice, shape: list[Any]) -> tuple[Any, Any] |
     known before the step runs and the number of rows is not, or if its size is not a whole multiple
     of the number of rows.
     """
-    if not shape:
+    if not shape or _is_alike(shape[0]):
         return None
     size = tf.get_static_value(shape[0])
     read_rows = replica_slice.read_rows
@@ -437,6 +484,12 @@ def _entries(replica_slice: ReplicaSlice, shape: list[Any]) -> tuple[Any, Any] |
     if isinstance(per_row, int) and per_row == 1:
         return replica_slice.first_row, replica_slice.global_rows
     return replica_slice.first_row * per_row, replica_slice.global_rows * per_row
+
+
+def _is_alike(size: Any) -> bool:
+    """Returns whether a size that is first known in the step does not depend on the rows."""
+    is_labelled = tf.is_tensor(size) and row_labels.are_kept()
+    return is_labelled and row_labels.label_of(size).kind is Kind.ALIKE
 
 
 def _as_list(shape: Any) -> list[Any]:

@@ -208,6 +208,12 @@ def mark(tensor: Any, label: Label) -> None:
         marks.labels[tensor.name] = marks.given[tensor.name] = label
 
 
+def is_marked(tensor: Any) -> bool:
+    """Returns whether `mark` has set the label of a tensor."""
+    marks = _marks_of(tensor)
+    return marks is not None and tensor.name in marks.given
+
+
 def mark_call(inputs: Any, outputs: Any) -> None:
     """Says that a layer computes each row of its outputs from the same row of its inputs.
 
@@ -335,6 +341,8 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     is_number = op.type in ("Reshape", "ExpandDims") and op.inputs[0].shape.rank == 0
     if is_number or op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
         return parts_counted(op.inputs[0])
+    if op.type == "Unpack":
+        return parts_counted(op.inputs[0]) if size.value_index == 0 else None
     if op.type == "StridedSlice":
         begin = tf.get_static_value(op.inputs[1])
         takes_first = begin is not None and begin[0] == 0

@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+from tensorflow.python.eager import record
 from tensorflow.python.ops import cond as cond_module
 
 from tfmulti.distribution import (
@@ -50,12 +51,31 @@ def install() -> None:
     replace(keras.layers.Layer, "__call__", _labelled_layer)
     replace(cond_module, "cond", in_replica_slice(_condition))
     for owner, name, function in custom_steps.FUNCTIONS:
-        replace(owner, name, in_replica_slice(function))
+        replace(owner, name, in_replica_slice(_off_tapes(function)))
     for layer in batch_dependent_layers.LAYERS:
         replace(layer, "call", in_replica_slice(batch_dependent_layers.mixed))
     replace(keras.layers.AugMix, "call", batch_dependent_layers.refuse_choices)
     once = in_replica_slice(batch_dependent_layers.changed_once)
     replace(keras.layers.SpectralNormalization, "call", once)
+
+
+def _off_tapes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that leaves gradients as they are if a tape may differentiate them again.
+
+    A mean over the replicas has no gradient by the rows of each. The labels tell how the gradients
+    of the global batch follow from the operations.
+    """
+    if function not in custom_steps.OF_GRADIENTS:
+        return function
+
+    def call(
+        original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kw: Any
+    ) -> Any:
+        if record.could_possibly_record() and global_values.are_known(replica_slice):
+            return original(*args, **kw)
+        return function(original, replica_slice, *args, **kw)
+
+    return call
 
 
 def states_of_its_own(model: keras.Model) -> dict[int, str]:
@@ -196,9 +216,10 @@ _TREATED_AS_OWN = (keras.layers.Lambda, keras.layers.MelSpectrogram)
 def _is_layer_of_keras(layer: Any) -> bool:
     """Returns whether the code of a layer is Keras', and treats each row by itself."""
     of_keras = type(layer).__module__.startswith("keras.src.layers.")
-    # A recurrent layer may have a cell that is no layer.
+    # A recurrent layer may have a cell that is no layer, and an object may have its own `call`.
     has_own_cell = not isinstance(getattr(layer, "cell", layer), keras.layers.Layer)
-    return of_keras and not has_own_cell and not isinstance(layer, _TREATED_AS_OWN)
+    has_own_call = has_own_cell or "call" in vars(layer)
+    return of_keras and not has_own_call and not isinstance(layer, _TREATED_AS_OWN)
 
 
 def has_own_layers(model: keras.Model) -> bool:
