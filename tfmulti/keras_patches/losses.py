@@ -184,8 +184,8 @@ def _loss_of_all_rows(
     if all(isinstance(value, tf.Tensor) for value in pair):
         # Keras' losses give both the same number of axes before they call their function.
         pair = loss_module.squeeze_or_expand_to_same_rank(*pair)
-    # A subclass of one of Keras' losses may compute its values in another way.
-    is_keras = is_of_keras(type(loss).call) and computes_by_rows(loss, function, *pair)
+    # A subclass of one of Keras' losses, or a replaced method, may compute its values otherwise.
+    is_keras = is_of_keras(loss.call) and computes_by_rows(loss, function, *pair)
     if global_values.are_known(replica_slice):
         are_rows = have_rows(y_true, y_pred) and weigh_rows(replica_slice, sample_weight)
         with by_rows.set_to(is_keras and are_rows):

@@ -256,6 +256,10 @@ def activations_of(layer: Any) -> list[Any]:
     return [v for name, v in vars(layer).items() if name.endswith("activation") and callable(v)]
 
 
+# The base class of Keras' layers that change images.
+_LAYER_OF_IMAGES = keras.layers.RandomFlip.__base__
+
+
 def is_along_rows(part: Any, rank: int | None) -> bool:
     """Returns whether a layer, a loss or a metric computes along the axis of the rows.
 
@@ -281,6 +285,9 @@ def is_along_rows(part: Any, rank: int | None) -> bool:
     is_category_layer = getattr(part, "output_mode", None) in ("multi_hot", "count")
     if rank == 1 and (is_category_layer or isinstance(part, keras.layers.Activation)):
         # These layers take a batch without further axes for one example.
+        return True
+    if isinstance(part, _LAYER_OF_IMAGES) and rank == 3:
+        # These layers take three axes for one image.
         return True
     axis = getattr(part, "_fn_kwargs", {}).get("axis", getattr(part, "axis", None))
     axis = getattr(part, "attention_axes", axis)

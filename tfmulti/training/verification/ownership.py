@@ -107,7 +107,7 @@ def _is_own(part: Any) -> bool:
     """Returns whether a function or an object of a class is not known."""
     if part is None:
         return False
-    if is_of_user(part):
+    if is_of_user(part) or "call" in getattr(part, "__dict__", ()):
         return True
     # Keras' models only hold layers.
     if _package(part) == "tfmulti" or isinstance(part, keras.Model):
