@@ -28,6 +28,7 @@ import tensorflow as tf
 from tfmulti.distribution import python_attributes
 from tfmulti.distribution.replica_context import metric_variables
 from tfmulti.distribution.strategies import Placement, placement_of
+from tfmulti.errors import ModelError
 from tfmulti.keras_patches.model_structure import is_seed, layers_of, step_replaced
 from tfmulti.keras_patches.random_numbers import (
     global_generator,
@@ -35,6 +36,7 @@ from tfmulti.keras_patches.random_numbers import (
     with_global_generator,
 )
 from tfmulti.keras_patches.variables import array_of, tf_variable_of
+from tfmulti.launch.policy import describe_error
 from tfmulti.training.input.pipeline import from_batch
 from tfmulti.training.input.replay import BatchTrial, Trial
 from tfmulti.training.input.worker_batch import WorkerBatch
@@ -109,6 +111,9 @@ class StepComparison:
             model.reset_metrics()
             _avoid_zero_rates(self._state)
             self._begin = relocation.values_of(self._state)
+            # A replica has a part of a metric's state, which `reset_state` may set to any value.
+            sums = self._metric_sums(self._begin)
+            self._begin_of_metrics = {name: [value] for name, value in sums.items()}
             yield
         finally:
             relocation.set_values(self._state, originals)
@@ -154,7 +159,7 @@ class StepComparison:
             if not self._is_one_execution:
                 wait([on_replicas])
             runs, problem = self._on_one_device(on_replicas)
-            logs, replicas_s = on_replicas.result()
+            logs, replicas_s = self._result_of(on_replicas, may_be_alone=bool(runs))
         after = self._after_replicas()
         clipped = [self.first_difference(("gradient",))] if self._clips() else []
         self.seconds_apart += time.perf_counter() - begun - replicas_s
@@ -181,6 +186,29 @@ class StepComparison:
             result = loops.run(model, model.train_function, source, self._at_once, votes)
         logs = {name: array_of(value) for name, value in flat(result.logs)}
         return logs, time.perf_counter() - begun
+
+    def _result_of(self, on_replicas: Future[Any], *, may_be_alone: bool) -> Any:
+        """Returns what `_take_on_replicas` does, once it has ended.
+
+        Args:
+            on_replicas: the call.
+            may_be_alone: whether one device could take the steps.
+
+        Raises:
+            ModelError: one device can take the steps, and a replica cannot, by its own rows.
+        """
+        try:
+            return on_replicas.result()
+        except tf.errors.InvalidArgumentError as error:
+            if not may_be_alone:
+                raise
+            reason = describe_error(type(error).__name__, str(error))
+            raise ModelError(
+                "one device can take the first step, and a replica cannot take it with its own "
+                f"rows ({reason}). A layer or a loss needs all rows of the batch "
+                "together, or a fixed number of them. Compute each row by itself, take the number "
+                "of rows from keras.ops.shape(x)[0], or train on one device."
+            ) from error
 
     def _after_replicas(self) -> Values:
         """Returns all values after the replicas' steps, and restores those of the beginning."""
@@ -240,8 +268,9 @@ class StepComparison:
             if not self._trial.runs_user_code:
                 random.setstate(self._python)
             variables = {name: plain[id(v)] for name, v in named.items()}
+            begin = {**self._begin, **self._begin_of_metrics}
             yield PlainRun(
-                self._model, variables, self._begin, self._attributes, self._drawn_by, self._unit
+                self._model, variables, begin, self._attributes, self._drawn_by, self._unit
             )
 
     def _differences(
@@ -253,7 +282,7 @@ class StepComparison:
     ) -> list[Difference]:
         """Returns how far each variable and each log of the replicas is from one device's."""
         differences: list[Difference] = []
-        kinds = self._kinds()
+        kinds, begin = self._kinds(), {**self._begin, **self._begin_of_metrics}
         for name, values in after.items():
             kind = kinds.get(name)
             if kind is None:
@@ -261,9 +290,7 @@ class StepComparison:
             copies = [self._metrics[name]] if kind == "metric" else _distinct(values)
             device = plain.values[name], perturbed.values[name]
             of_copies = [
-                comparison.compare(
-                    Quantity(kind, name), value, *device, self._begin[name][0], self._unit
-                )
+                comparison.compare(Quantity(kind, name), value, *device, begin[name][0], self._unit)
                 for value in copies
                 if value.dtype.kind not in "SUO"
             ]
