@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,26 @@ def stopped_with_layers_built_late() -> bool:
         return [NoiseInOneMode(training=True), NoiseInOneMode(training=False)]
 
     return resumes(StopsAt(5), StopsAt(1), extra=both)
+
+
+class Tracking(keras.layers.Layer):
+    """Scales by averages that Keras does not track: a `tf.Variable`, and one of a plain object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = tf.Variable(0.0, trainable=False)
+        self.plain = types.SimpleNamespace(second=keras.Variable(0.0, trainable=False))
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            average = keras.ops.mean(keras.ops.square(inputs))
+            self.first.assign(0.5 * self.first + average)
+            self.plain.second.assign(0.8 * self.plain.second + average)
+        return inputs / (1 + self.first + self.plain.second)
+
+
+def stopped_with_variables_outside_of_the_model() -> bool:
+    return resumes(StopsAt(4), StopsAt(2), extra=lambda: [Tracking()])
 
 
 class MeasuredInValidation(keras.Sequential):

@@ -65,6 +65,9 @@ def test_a_fit_resumes_from_between_two_epochs(results: list[Any]) -> None:
             stops.sigterm_in_evaluation_on_a_pydataset: [ONE_DEVICE],
             stops.stopped_and_built_again_in_the_same_process: [ONE_DEVICE],
             stops.stopped_with_layers_built_late: [ONE_DEVICE],
+            stops.stopped_with_variables_outside_of_the_model: few(
+                ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE
+            ),
             stops.stopped_with_a_metric_of_the_validation: few(
                 ONE_DEVICE, TWO_REPLICAS, of=EVERYWHERE
             ),

@@ -85,11 +85,13 @@ class State:
 
     Attributes:
         variables: the Keras variables.
+        places: the same, each with a name of its place that a user understands.
         holders: the places that hold a `tf.Variable` directly.
         objects: all objects that have attributes, such as models and optimizers.
     """
 
     variables: list[Any] = field(default_factory=list)
+    places: list[tuple[str, Any]] = field(default_factory=list)
     holders: list[VariableHolder] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
 
@@ -158,6 +160,7 @@ class _Search:
         if isinstance(value, keras.Variable):
             if not self._is_known(value):
                 self.state.variables.append(value)
+                self.state.places.append((name, value))
         elif isinstance(value, tf.Variable):
             # Every place of a variable is noted, because all places must get the new variable.
             self.state.holders.append(VariableHolder(name, value, put))

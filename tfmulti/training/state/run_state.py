@@ -26,7 +26,12 @@ from tfmulti.keras_patches.variables import array_of
 from tfmulti.training.state.model_checks import optimizers_of
 from tfmulti.training.state.relocation import components
 from tfmulti.training.state.trainer_state import state_of
-from tfmulti.training.state.variable_names import named_variables, places_of
+from tfmulti.training.state.variable_names import (
+    OUTSIDE,
+    named_variables,
+    places_of,
+    variables_outside,
+)
 
 Tree = dict[str, Any]
 
@@ -38,7 +43,10 @@ def capture(model: keras.Model) -> Tree:
     """
     state = state_of(model)
     generator = global_generator()
-    variables = {name: _value(v) for name, v in _variables(model, trained=False).items()}
+    named = named_variables(model)
+    others = variables_outside(model, named)
+    untrained = _variables(model, named, trained=False) | others
+    variables = {name: _value(v) for name, v in untrained.items()}
     return {
         "variables": state.saved_variables | variables,
         "metrics": metric_states(model, _metrics_of_training(model)),
@@ -52,26 +60,31 @@ def capture_trained(model: keras.Model) -> Tree:
 
     Every worker calls it, since a variable may be synchronized when it is read.
     """
-    return {name: _value(v) for name, v in _variables(model, trained=True).items()}
+    trained = _variables(model, named_variables(model), trained=True)
+    return {name: _value(v) for name, v in trained.items()}
 
 
-def _variables(model: keras.Model, *, trained: bool) -> Tree:
-    """Returns the variables that are trained, or all others; a scalar of an optimizer is not."""
+def _variables(model: keras.Model, named: Tree, *, trained: bool) -> Tree:
+    """Returns the named variables that are trained, or the others; an optimizer's scalar is not."""
     weights = {id(v) for v in model.trainable_variables}
     weights |= {id(v) for o in optimizers_of(model) for v in o.variables if len(v.shape)}
-    return {n: v for n, v in named_variables(model).items() if (id(v) in weights) is trained}
+    return {n: v for n, v in named.items() if (id(v) in weights) is trained}
 
 
 def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
     """Restores what `capture` and `capture_trained` returned, in a built model.
 
-    A layer that only training calls may not have made its seeds yet. `restore_late` restores these
-    seeds when the layer has made them.
+    A layer that only training calls may not have made its seeds yet, and the user's code may not
+    have made a variable outside of the model. `restore_late` restores them when they are there.
 
     Raises:
         ResumeError: the model, its optimizer or its metrics have other variables.
     """
-    variables, saved, state = named_variables(model), tree["variables"] | trained, state_of(model)
+    saved, state = tree["variables"] | trained, state_of(model)
+    named = named_variables(model)
+    # A checkpoint of an older version has no variables outside of the model.
+    others = {n: v for n, v in variables_outside(model, named).items() if n in saved}
+    variables = named | others
     late = {name: value for name, value in saved.items() if _is_late(model, name, variables)}
     _check_same(variables, {name: v for name, v in saved.items() if name not in late})
     for name, variable in variables.items():
@@ -84,7 +97,12 @@ def restore(model: keras.Model, tree: Tree, trained: Tree) -> None:
 
 
 def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> bool:
-    """Returns whether a saved variable is a seed of a layer that exists but is not built yet."""
+    """Returns whether a saved variable is not there yet: outside, or of a layer that is not built.
+
+    Of a layer these are the seeds alone.
+    """
+    if name not in variables and name.startswith(OUTSIDE):
+        return True
     if name in variables or not re.search(rf"/{SEED}( \d+)?$", name):
         return False
     layers = places_of(model).items()
@@ -93,7 +111,11 @@ def _is_late(model: keras.Model, name: str, variables: Mapping[str, Any]) -> boo
 
 def restore_late(model: keras.Model) -> None:
     """Restores the variables that layers have made since `restore`."""
-    saved, variables = state_of(model).saved_variables, named_variables(model)
+    saved = state_of(model).saved_variables
+    if not saved:
+        return
+    named = named_variables(model)
+    variables = named | variables_outside(model, named)
     for name in [name for name in saved if name in variables]:
         variables[name].assign(saved.pop(name))
 

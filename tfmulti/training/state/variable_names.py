@@ -10,13 +10,17 @@ position of the layer in the model, the class of the layer, and the name within 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfmulti.distribution import replica_context
 from tfmulti.keras_patches.model_structure import own_variables, sublayers
+from tfmulti.keras_patches.random_numbers import global_generator
+from tfmulti.keras_patches.variables import tf_variable_of
+from tfmulti.training.state import relocation
 from tfmulti.training.state.model_checks import optimizers_of
 
 
@@ -45,6 +49,39 @@ def named_variables(model: keras.Model) -> dict[str, Any]:
         slots = _Slots(model, names)
         for index, variable in enumerate(optimizer.variables):
             add(f"{group} {type(optimizer).__name__}/{index} {slots.name(variable)}", variable)
+    return named
+
+
+# The names of variables outside of the model, which a program may make at any time, begin so.
+OUTSIDE = "outside of the model: "
+
+
+def variables_outside(model: keras.Model, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the other variables that a step may use, by name.
+
+    Such are `tf.Variable`s, and Keras variables of the user's own objects and functions.
+
+    Args:
+        model: the model.
+        known: the variables of `named_variables`.
+    """
+    found, generator = relocation.find(model), global_generator()
+    inside = [*known.values(), *replica_context.metric_variables(model)]
+    inside += [] if generator is None else [generator.state]
+    seen = {id(tf_variable_of(v)) for v in inside}
+    # The copies of a metric's variable are parts of a sum, which only its model handles.
+    places = [(n, v, tf_variable_of(v)) for n, v in found.places if v.synchronization != "on_read"]
+    places += [(holder.name, holder.variable, holder.variable) for holder in found.holders]
+    named: dict[str, Any] = {}
+    for place, variable, tf_variable in places:
+        if tf_variable is None or tf_variable.dtype == tf.string or id(tf_variable) in seen:
+            continue
+        seen.add(id(tf_variable))
+        name, count = f"{OUTSIDE}{place}", 1
+        while name in named:
+            count += 1
+            name = f"{OUTSIDE}{place} {count}"
+        named[name] = variable
     return named
 
 
