@@ -17,6 +17,7 @@ FAMILIES = (
     "supervised",
     "optimizers",
     "second_order",
+    "late_effects",
     "metrics",
     "layers_with_state",
     "datasets",

@@ -1,0 +1,331 @@
+"""Programs whose own code has no effect in the first step, which `verify` compares.
+
+A value that is wrong in later steps only is found by nothing but the rules for its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.programs.common import CLASSES, SPARSE, fit, labels, rng, sgd
+from tests.programs.registry import Made, program
+
+ROWS = 25
+X, Y = rng().standard_normal((ROWS, 4)), labels(ROWS)
+EXACT: dict[str, Any] = {"floatx": "float64", "tolerance": 1e-10}
+DATA = fit(X, Y, batch_size=8, epochs=2)
+TEST = {"x": X, "y": Y, "batch_size": 7}
+
+
+def variable(value: float = 0.0) -> keras.Variable:
+    return keras.Variable(value, trainable=False, dtype="float64")
+
+
+def entropy(y: Any, outputs: Any) -> Any:
+    return tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, outputs, True))
+
+
+def _classifier(*middle: keras.layers.Layer) -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), *middle, layers.Dense(CLASSES, "softmax")])
+
+
+def _made(model: keras.Model, loss: Any = SPARSE, **more: Any) -> Made:
+    return Made(model, {"optimizer": sgd(), "loss": loss}, DATA, evaluate=TEST, **more)
+
+
+Loss = Callable[["Late", Any, Any, Any], Any]
+
+
+class Late(keras.Model):
+    """Takes its loss from a function, which gets 0 in the first step and then 1 as `late`."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((4,)), layers.Dense(CLASSES)])
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.seeds = keras.random.SeedGenerator(3)
+        self.loss_of = loss
+
+    def call(self, x: Any) -> Any:
+        return self.net(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        late = tf.cast(self.steps > 0, "float64")
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(self, x, y, late)
+        weights = self.net.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.steps.assign_add(1.0)
+        return {"found": loss}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        return {"found": self.loss_of(self, x, y, tf.ones((), "float64"))}
+
+
+def _late(like: str) -> Callable[[Loss], Callable[[], Made]]:
+    """Registers a program whose step and test_step have a function for their loss."""
+
+    def register(loss: Loss) -> Callable[[], Made]:
+        def make() -> Made:
+            return Made(Late(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+        make.__name__, make.__doc__ = loss.__name__, loss.__doc__
+        return program(like, **EXACT)(make)
+
+    return register
+
+
+class Holder:
+    """An object that Keras does not know, and that holds a variable."""
+
+    def __init__(self) -> None:
+        self.kept = variable()
+
+    def moved(self, value: Any) -> Any:
+        """Makes the variable the mean of its value and of another one, and returns it."""
+        self.kept.assign(0.5 * self.kept + 0.5 * value)
+        return self.kept + 0.0
+
+
+@program("A moving average in an object of one's own", **EXACT)
+def variable_of_a_plain_object() -> Made:
+    """A step and a test_step change a `keras.Variable` of an object that Keras does not know."""
+    holder = Holder()
+
+    def loss(model: Late, x: Any, y: Any, late: Any) -> Any:
+        return entropy(y, model(x)) * (1 + holder.moved(late * tf.reduce_mean(x**2)))
+
+    return Made(Late(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+
+@program("Class-balanced loss with counts of the classes", **EXACT)
+def loss_with_a_variable_of_its_closure() -> Made:
+    """A loss function of `compile` keeps an average of the targets, which its first call leaves."""
+    average, calls = variable(), variable()
+
+    def loss(y: Any, outputs: Any) -> Any:
+        share = tf.reduce_mean(tf.cast(y == 1, "float64"))
+        average.assign(0.9 * average + tf.cast(calls > 0, "float64") * share)
+        calls.assign_add(1.0)
+        return keras.losses.sparse_categorical_crossentropy(y, outputs) * (1 + average)
+
+    return _made(_classifier(), loss)
+
+
+@_late("Learning rate by the loss of the batch")
+def rate_by_the_loss(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """A step sets the learning rate by the loss of its batch."""
+    loss, rate = entropy(y, model(x)), model.optimizer.learning_rate
+    rate.assign(tf.where(late > 0, tf.cast(0.1 * loss, rate.dtype), tf.convert_to_tensor(rate)))
+    return loss
+
+
+class Sparsity(keras.regularizers.Regularizer):
+    """Keeps a moving average of the activations."""
+
+    def __init__(self) -> None:
+        self.average, self.calls = variable(), variable()
+
+    def __call__(self, outputs: Any) -> Any:
+        share = tf.cast(self.calls > 0, "float64") * tf.reduce_mean(outputs**2)
+        self.average.assign(0.5 * self.average + share)
+        self.calls.assign_add(1.0)
+        return self.average * tf.reduce_mean(outputs**2)
+
+
+@program("Sparse autoencoder: a moving average of the activations", **EXACT)
+def regularizer_with_a_state() -> Made:
+    """An activity regularizer changes a variable of its own inside a layer of Keras."""
+    return _made(_classifier(layers.Dense(4, activity_regularizer=Sparsity())))
+
+
+@program("Activation with a running scale", **EXACT)
+def activation_with_a_state() -> Made:
+    """A function that a Dense layer calls as its activation changes a variable."""
+    average, calls = variable(), variable()
+
+    def scaled(outputs: Any) -> Any:
+        average.assign(tf.cast(calls > 0, "float64") * tf.reduce_mean(outputs**2))
+        calls.assign_add(1.0)
+        return tf.tanh(outputs) * (1 + average)
+
+    return _made(_classifier(layers.Dense(4, activation=scaled)))
+
+
+@program("A metric of the module", expects="no attribute of the model", **EXACT)
+def metric_outside_of_the_model() -> Made:
+    """A step updates a metric that no attribute of the model holds."""
+    tracker = keras.metrics.Mean()
+
+    def loss(model: Late, x: Any, y: Any, late: Any) -> Any:
+        found = entropy(y, model(x))
+        tracker.update_state(found)
+        return found
+
+    return Made(Late(loss), {"optimizer": sgd()}, DATA)
+
+
+@program("A step that changes slots", expects="that is not built yet", **EXACT)
+def slots_before_the_first_update() -> Made:
+    """A step reads the optimizer's variables, of which plain Keras has none in its first trace."""
+
+    def loss(model: Late, x: Any, y: Any, late: Any) -> Any:
+        found = entropy(y, model(x))
+        for slot in model.optimizer.variables[2:]:
+            slot.assign(slot / (1 + late * found))
+        return found
+
+    return Made(Late(loss), {"optimizer": sgd()}, DATA)
+
+
+@_late("Dropout of rows that are centered over the batch")
+def dropout_of_centered_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """A dropout of rows from which a maximum of the batch is subtracted."""
+    rows = x - late * tf.reduce_max(x, 0)
+    return entropy(y, model(keras.random.dropout(rows, 0.3, seed=model.seeds)))
+
+
+@_late("Noise with the deviation of the batch")
+def noise_of_the_batch(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """Normal numbers whose standard deviation is that of the batch."""
+    deviation = tf.math.reduce_std(x)
+    noise = keras.random.normal(tf.shape(x), stddev=deviation, seed=model.seeds, dtype="float64")
+    return entropy(y, model(x + late * noise))
+
+
+@_late("Penalty of the norm of the gradients")
+def penalty_of_the_norm_of_gradients(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """`tf.linalg.global_norm` and `tf.clip_by_global_norm` of gradients inside another tape."""
+    weights = model.net.trainable_variables
+    with tf.GradientTape() as tape:
+        loss = entropy(y, model(x))
+    gradients = tape.gradient(loss, weights)
+    clipped, _ = tf.clip_by_global_norm(gradients, 0.5)
+    size = tf.linalg.global_norm(gradients) + tf.reduce_sum(clipped[0] ** 3)
+    return loss + late * size
+
+
+class Ranked(layers.Layer):
+    """Adds an entry of a table for the rank of each row in the batch."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(ROWS, shape[-1]), initializer="glorot_uniform")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.calls.assign_add(1.0)
+        ranks = ops.argsort(ops.argsort(x[:, 0]))
+        return x + ops.cast(self.calls > 1, x.dtype) * ops.take(self.table, ranks, 0)
+
+
+@program("Lookups by the rank of a row", **EXACT)
+def lookups_by_ranks() -> Made:
+    """A table of which all replicas look up the same entries, with Adam."""
+    given = {"optimizer": keras.optimizers.Adam(0.01), "loss": SPARSE}
+    return Made(_classifier(Ranked()), given, DATA)
+
+
+@program("A layer whose call was replaced", **EXACT)
+def replaced_call() -> Made:
+    """A `call` of one's own, as an attribute of a layer of Keras."""
+    dense, calls = layers.Dense(4, "tanh"), variable()
+    original = dense.call
+
+    def call(x: Any, training: bool = False) -> Any:
+        calls.assign_add(1.0)
+        return original(x) - tf.cast(calls > 1, "float64") * tf.reduce_mean(x)
+
+    dense.call = call
+    return _made(_classifier(dense))
+
+
+class Smallest(layers.Layer):
+    """Keeps the smallest number that it has seen, from a large one on."""
+
+    def build(self, shape: Any) -> None:
+        large = keras.initializers.Constant(1e9)
+        self.found = self.add_weight(shape=(), initializer=large, trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.found.assign(ops.minimum(self.found, ops.min(x)))
+        return x - self.found
+
+
+@program("Scaling by a running minimum")
+def running_minimum() -> Made:
+    """A state that begins with 1e9, beside which the numbers of the batch are rounding."""
+    x = X.astype("float32")
+    data = fit(x, Y, batch_size=8, epochs=2)
+    return Made(_classifier(Smallest()), {"optimizer": sgd(), "loss": SPARSE}, data)
+
+
+@program("keras-io: Simple MNIST convnet, without an axis for the channels")
+def images_without_channels() -> Made:
+    """Layers of Keras that take a batch of three axes for one image."""
+    images = rng().random((ROWS, 4, 3)).astype("float32")
+    middle = [layers.RandomContrast(0.5, seed=1), layers.RandomFlip("vertical", seed=2)]
+    parts = [keras.Input((4, 3)), *middle, layers.Flatten(), layers.Dense(CLASSES, "softmax")]
+    data = fit(images, Y, batch_size=8, epochs=2)
+    predict = {"x": images, "batch_size": 7}
+    given = {"optimizer": sgd(), "loss": SPARSE}
+    return Made(keras.Sequential(parts), given, data, predict=predict)
+
+
+class Convolution(layers.Layer):
+    """Adds up the rows of neighbours, for which it gets a row of the matrix of edges."""
+
+    def build(self, shapes: Any) -> None:
+        self.dense = layers.Dense(CLASSES)
+        self.dense.build(shapes[0])
+
+    def call(self, given: Any) -> Any:
+        rows, edges = given
+        return ops.matmul(edges, self.dense(rows))
+
+
+@program("Kipf and Welling: a graph convolutional network of a whole graph", **EXACT)
+def graph_convolutions_with_dropout() -> Made:
+    """Products of a matrix of edges with all rows, and a dropout between two of them."""
+    edges = np.eye(ROWS) * 0.5 + rng().random((ROWS, ROWS)) / ROWS
+    nodes, neighbours = keras.Input((4,)), keras.Input((ROWS,))
+    hidden = layers.Dropout(0.3, seed=1)(ops.relu(Convolution()([nodes, neighbours])))
+    outputs = Convolution()([layers.Dropout(0.2, seed=2)(hidden), neighbours])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    data = fit([X, edges], Y, batch_size=ROWS, epochs=3)
+    model = keras.Model([nodes, neighbours], outputs)
+    predict = {"x": [X, edges], "batch_size": ROWS}
+    return Made(model, {"optimizer": sgd(), "loss": loss}, data, predict=predict)
+
+
+class Smoothed(keras.metrics.Metric):
+    """Sums the predictions of each class, from 1 on, and returns the largest part."""
+
+    def __init__(self) -> None:
+        super().__init__(name="smoothed")
+        self.sums = self.add_variable((CLASSES,), "ones")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.sums.assign_add(ops.mean(outputs, 0))
+
+    def result(self) -> Any:
+        return ops.max(self.sums / ops.sum(self.sums))
+
+    def reset_state(self) -> None:
+        self.sums.assign(ops.ones_like(self.sums))
+
+
+@program("A metric with a prior count", **EXACT)
+def metric_that_begins_with_ones() -> Made:
+    """A metric whose `reset_state` sets numbers that are not 0."""
+    given = {"optimizer": sgd(), "loss": SPARSE, "metrics": [Smoothed()]}
+    return Made(_classifier(), given, DATA, evaluate=TEST)
