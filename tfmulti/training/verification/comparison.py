@@ -289,7 +289,10 @@ def in_words(
     """
     after = f"step {steps}" if steps == 1 else f"{steps} steps"
     place = f", in {difference.line}" if difference.line else ""
-    size = "" if difference.ratio is None else f" ({difference.ratio:.4g} times as much)"
+    # Of a variable the changes are compared.
+    is_change = difference.kind in ("weight", "slot", "state", "metric")
+    words = " (the change is {:.4g} times as large)" if is_change else " ({:.4g} times as much)"
+    size = "" if difference.ratio is None else words.format(difference.ratio)
     return (
         f"verify: after {after} on {replicas} replica{'s' if replicas > 1 else ''} "
         f"{_subject(difference)} differs from one "
