@@ -25,6 +25,7 @@ from tfmulti.keras_patches.model_structure import (
     flush_tensorboard,
     function_of,
     initial_epoch_of,
+    is_built,
     last_operations,
     moving_statistics,
     operations_of,
@@ -448,6 +449,16 @@ def test_upstream_loops_that_call_the_same_functions_are_still_not_both_differen
 
     with pytest.raises(tf.errors.InvalidArgumentError, match="duplicate function"):
         slopes(tf.constant(1.1))
+
+
+def test_a_metric_still_does_not_tell_whether_it_has_all_its_variables() -> None:
+    """The reason for `is_built`."""
+    metric = keras.metrics.R2Score()
+    assert metric.variables
+    assert not hasattr(metric, "built")
+    assert not is_built(metric)
+    metric.update_state(np.ones((2, 1)), np.ones((2, 1)))
+    assert is_built(metric)
 
 
 def test_a_graph_still_does_not_tell_which_gradients_are_recomputed() -> None:

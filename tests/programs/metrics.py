@@ -528,3 +528,21 @@ def metric_by_numpy_in_eager_mode() -> Made:
         fit(features(4), labels()[:, None]),
         evaluate={"x": features(4), "y": labels()[:, None], "batch_size": BATCH},
     )
+
+
+class Tracked(keras.Sequential):
+    """A step that updates a metric which the program has given the model."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.tracked.update_state(y, self(x))
+        # Keras adds the results of all metrics to the logs.
+        return super().train_step(data)
+
+
+@program("Keras: a metric that makes its variables in its first update")
+def metric_given_from_outside() -> Made:
+    """A metric of the program, whose variables its first update in a step makes."""
+    model = Tracked([keras.Input((4,)), layers.Dense(3)])
+    model.tracked = keras.metrics.R2Score()
+    return Made(model, {"optimizer": sgd(), "loss": "mse"}, fit(features(4), features(3)))

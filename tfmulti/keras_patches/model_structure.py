@@ -7,6 +7,7 @@
 | `last_operations` | `KerasTensor._keras_history` | none: not exported | Keras tells which layer made a tensor |
 | `layers_of`, `sublayers`, `own_variables` | `Layer._flatten_layers`, `_trainable_variables`, `_non_trainable_variables`, `_seed_generators` | none | a variable's path is that of its place in the model |
 | `function_of`, `operations_of` | `MeanMetricWrapper._fn`, `Functional._operations` | none | Keras tells them |
+| `is_built` | `R2Score._built` | none | a metric tells whether it has made all of its variables |
 | `is_along_rows`, `input_rank_of` | `MeanMetricWrapper._fn_kwargs`, `Operation._inbound_nodes` | none | Keras tells the arguments of a metric's function, and the shape that a layer was called with |
 | `flush_tensorboard` | `TensorBoard._writers` | none | the callback can be flushed, or takes a public writer |
 | `values_of_metrics` | `Trainer._flatten_metrics_in_order` | none | Keras tells the order in which `evaluate` lists its results |
@@ -204,6 +205,11 @@ def values_of_metrics(model: keras.Model, logs: dict[str, Any]) -> Any:
         logs: the logs by name.
     """
     return model._flatten_metrics_in_order(logs)
+
+
+def is_built(metric: Any) -> bool:
+    """Returns whether a metric has its variables, which some make in their first update."""
+    return bool(metric.variables) and getattr(metric, "_built", True)
 
 
 def function_of(metric: Any) -> Any:

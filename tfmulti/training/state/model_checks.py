@@ -24,6 +24,7 @@ from tfmulti.keras_patches.model_structure import (
     build_from_specs,
     has_own_step,
     has_unbuilt_losses,
+    is_built,
     layers_of,
 )
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
@@ -375,7 +376,7 @@ def _makes_metrics(model: keras.Model) -> bool:
 
     A method of the user's own that names a class of metrics may make one.
     """
-    if not all(m.variables for m in model.metrics):
+    if not all(map(is_built, model.metrics)):
         return True
     classes = {n for n, v in vars(keras.metrics).items() if isinstance(v, type)}
     return any(
