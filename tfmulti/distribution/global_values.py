@@ -116,12 +116,12 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
 
 
 def input_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
-    """Returns what `of_one_device` does, for a value that each replica uses with its own rows.
+    """Returns what `of_one_device` does, for a product that no replica can compute by itself.
 
-    A value that has rows, or is not understood, stays as it is.
+    Such is a product of a matrix with a known number of columns and of all rows, as in a graph
+    convolution. Each replica uses the value with its own rows. Other values stay as they are.
     """
-    is_known = are_known(replica_slice) and isinstance(value, tf.Tensor)
-    if not is_known or label_of(value).kind not in (Kind.GLOBAL, Kind.SUM):
+    if not are_known(replica_slice) or not row_labels.is_product_of_all_rows(value):
         return value
     with _builder_of(replica_slice, value) as builder:
         global_value = builder.factor_on_tape(builder.whole(value))
@@ -200,8 +200,6 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
 
 
 Gradient = Callable[..., Any]
-# The kinds of tensors that depend on several rows of the batch together.
-_OF_SEVERAL_ROWS = (Kind.SUM, Kind.COUNT, Kind.GLOBAL, Kind.MIXED)
 _BY_SEVERAL_ROWS = "a gradient by a tensor that is computed from several rows"
 
 
@@ -250,17 +248,11 @@ def gradient(
     by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
     if kinds <= {Kind.ROWS} and by_rows:
         return _gradient_of_sums(replica_slice, compute, target, sources, **options)
-    if kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}:
+    is_linear = kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}
+    # The values of the global batch are built from the rows, and do not depend on such sources.
+    are_unknown = [not is_linear and _is_of_several_rows(s) for s in tf.nest.flatten(sources)]
+    if is_linear or all(are_unknown):
         gradients = compute(target, sources, **options)
-    elif any(
-        label_of(s).kind in _OF_SEVERAL_ROWS for s in tf.nest.flatten(sources) if tf.is_tensor(s)
-    ):
-        # The values of the global batch are built from the rows, and do not depend on the source.
-        replica_slice.note_unknown(_BY_SEVERAL_ROWS)
-        gradients = compute(target, sources, **options)
-        for value in tf.nest.flatten(gradients):
-            row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
-        return gradients
     else:
         builder = _Builder(replica_slice, targets[0].graph)
         built = [builder.summed(t) for t in targets]
@@ -271,7 +263,19 @@ def gradient(
             builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
         ]
         gradients = compute([leaf for leaf, _ in pairs], sources, **options)
-    return _by_source(replica_slice, sources, gradients)
+    results = _by_source(replica_slice, sources, gradients)
+    if any(are_unknown):
+        replica_slice.note_unknown(_BY_SEVERAL_ROWS)
+        for is_unknown, value in zip(are_unknown, tf.nest.flatten(results), strict=True):
+            if is_unknown:
+                row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
+    return results
+
+
+def _is_of_several_rows(source: Any) -> bool:
+    """Returns whether a tensor depends on several rows of the batch together."""
+    kinds = (Kind.SUM, Kind.COUNT, Kind.GLOBAL, Kind.MIXED)
+    return isinstance(source, tf.Tensor) and label_of(source).kind in kinds
 
 
 def _gradient_in_branch(

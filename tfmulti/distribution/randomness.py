@@ -230,6 +230,7 @@ def dropout(
         sizes[0] = tf.cast(tf.maximum(replica_slice.own_rows, 1) * sum(parts), tf.int32)
     if noise_shape is not None:
         sizes = [sizes[i] if size is None else size for i, size in enumerate(noise_shape)]
+        parts = parts if noise_shape[0] is None else None
 
     def sample(shape: Any, dtype: Any) -> Any:
         # `shape` has the same sizes as `sizes`, but all are unknown.

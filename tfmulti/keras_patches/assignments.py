@@ -29,6 +29,7 @@ from tfmulti.distribution.row_rules import Kind
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.layers import in_layer_of_keras
 from tfmulti.keras_patches.metrics import part_of_state
+from tfmulti.keras_patches.model_structure import is_seed
 from tfmulti.keras_patches.patching import in_replica_slice, replace
 from tfmulti.keras_patches.variables import tf_variable_of
 
@@ -148,7 +149,9 @@ def _needs_one_value(
         if not global_values.are_known(replica_slice):
             return False
         kind = row_labels.label_of(value).kind
-    needs_one = is_by_user or kind not in (Kind.ALIKE, Kind.LOCAL)
+    # The state of a random generator is not known in a loop, where each replica changes it alike.
+    is_drawn = is_seed(variable) and kind is Kind.LOCAL
+    needs_one = is_by_user or not (kind is Kind.ALIKE or is_drawn)
     tf_variable, context = tf_variable_of(variable), tf.distribute.get_replica_context()
     if context is not None and context.num_replicas_in_sync > 1:
         # The copies of a metric's variable are parts of a sum.
@@ -168,13 +171,14 @@ def _assign_entries(
     Raises:
         ModelError: tfmulti has not found the variable.
     """
-    if in_layer_of_keras.get() or not _is_change_by_user():
+    if not _is_change_by_user():
         return original(variable, *args, **kw)
     if id(variable) not in replica_slice.states:
         _refuse_change(variable)
     new_value = _OF_ENTRIES.get(original.__name__)
     if new_value is None:
         replica_slice.note_unknown(f"a change of some entries of the variable {variable.name!r}")
+        replica_slice.note_assigned(variable, False)
         return original(variable, *args, **kw)
     return variable.assign(new_value(variable.read_value(), *args, **kw))
 
@@ -210,8 +214,9 @@ def _is_change_by_user() -> bool:
 def _refuse_change(variable: Any) -> NoReturn:
     """Raises ModelError for a change of a variable of which only the user's code knows."""
     raise ModelError(
-        f"the step changes the variable {variable.name!r}, which is no attribute of the model, its "
-        "layers or metrics. So each replica would change it by its own rows, and no checkpoint "
-        "would have it. Keep it, or the metric that it belongs to, in an attribute, such as "
-        "self.last = tf.Variable(0.0), and change a Keras variable by its own assign."
+        f"the step changes the variable {variable.name!r}, which was no attribute of the model, "
+        "its layers or metrics when the step began. So each replica would change it by its own "
+        "rows, and no checkpoint would have it. Keep it, or the metric that it belongs to, in an "
+        "attribute, such as self.last = tf.Variable(0.0), and change a Keras variable by its own "
+        "assign."
     )

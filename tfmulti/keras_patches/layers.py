@@ -71,7 +71,10 @@ def _off_tapes(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(
         original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kw: Any
     ) -> Any:
-        if record.could_possibly_record() and global_values.are_known(replica_slice):
+        # The gradients of lookups have no label.
+        has_lookups = any(isinstance(g, tf.IndexedSlices) for g in tf.nest.flatten((args, kw)))
+        may_differentiate = record.could_possibly_record() and not has_lookups
+        if may_differentiate and global_values.are_known(replica_slice):
             return original(*args, **kw)
         return function(original, replica_slice, *args, **kw)
 

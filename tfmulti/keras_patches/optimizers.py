@@ -205,7 +205,7 @@ class _ReducesFirst(_UpdatesReplica):
         """
         if self._is_new_in_step():
             raise ModelError(
-                "the train_step reads the variables of an optimizer that is not built yet. Call "
+                "the step reads the variables of an optimizer that is not built yet. Call "
                 "optimizer.build(model.trainable_variables) before fit."
             )
         return super().variables  # type: ignore[misc]

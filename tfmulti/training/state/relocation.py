@@ -84,16 +84,19 @@ class State:
     """All variables that were found from a model, and the objects that hold them.
 
     Attributes:
-        variables: the Keras variables.
-        places: the same, each with a name of its place that a user understands.
+        places: the Keras variables, each with a name of its place that a user understands.
         holders: the places that hold a `tf.Variable` directly.
         objects: all objects that have attributes, such as models and optimizers.
     """
 
-    variables: list[Any] = field(default_factory=list)
     places: list[tuple[str, Any]] = field(default_factory=list)
     holders: list[VariableHolder] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The Keras variables."""
+        return [variable for _, variable in self.places]
 
     @property
     def optimizers(self) -> list[Any]:
@@ -159,7 +162,6 @@ class _Search:
         """Looks at one object, which is in a place with a name and a `put`."""
         if isinstance(value, keras.Variable):
             if not self._is_known(value):
-                self.state.variables.append(value)
                 self.state.places.append((name, value))
         elif isinstance(value, tf.Variable):
             # Every place of a variable is noted, because all places must get the new variable.

@@ -79,8 +79,8 @@ class TracedStep:
             not matter.
         optimizer_variables: the variables of each optimizer, from a trace of the step that built
             its parts; None before such a trace.
-        are_equal: whether all replicas give a variable the same value, by the ids of the variables
-            that a step changes.
+        equal_on_replicas: whether it is known that all replicas give a variable the same value, by
+            the ids of the variables that a compiled step changes.
     """
 
     count: int = 0
@@ -92,7 +92,7 @@ class TracedStep:
     compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None
-    are_equal: dict[int, bool] = field(default_factory=dict)
+    equal_on_replicas: dict[int, bool] = field(default_factory=dict)
 
 
 @dataclass

@@ -69,12 +69,14 @@ def variables_outside(model: keras.Model, known: Mapping[str, Any]) -> dict[str,
     inside = [*known.values(), *replica_context.metric_variables(model)]
     inside += [] if generator is None else [generator.state]
     seen = {id(tf_variable_of(v)) for v in inside}
-    # The copies of a metric's variable are parts of a sum, which only its model handles.
-    places = [(n, v, tf_variable_of(v)) for n, v in found.places if v.synchronization != "on_read"]
+    places = [(name, v, tf_variable_of(v)) for name, v in found.places]
     places += [(holder.name, holder.variable, holder.variable) for holder in found.holders]
     named: dict[str, Any] = {}
     for place, variable, tf_variable in places:
         if tf_variable is None or tf_variable.dtype == tf.string or id(tf_variable) in seen:
+            continue
+        # The copies of such a variable, as of a metric, are parts of a sum.
+        if tf_variable.synchronization is tf.VariableSynchronization.ON_READ:
             continue
         seen.add(id(tf_variable))
         name, count = f"{OUTSIDE}{place}", 1

@@ -162,8 +162,9 @@ def slice_in_step(
             (note if name == "train_step" else note_unknown)(reason)
 
     def note_assigned(variable: Any, is_equal: bool) -> None:
-        are_equal = state.traced.are_equal
-        are_equal[id(variable)] = is_equal and are_equal.get(id(variable), True)
+        if not model.run_eagerly:
+            known = state.traced.equal_on_replicas
+            known[id(variable)] = is_equal and known.get(id(variable), True)
 
     replica_slice = batch.slice_of(
         local,

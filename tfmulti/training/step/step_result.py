@@ -117,16 +117,16 @@ class Statistics:
 
         statistics = statistics before + Σ_r (n_r / n) · change_r
 
-    So every evaluation and every checkpoint sees the average. A state of a layer to which all
-    replicas give the same value stays as it is, since a large change, such as one from infinity,
-    would lose its digits in the sum.
+    So every evaluation and every checkpoint sees the average. If all replicas give each of these
+    variables the same value, they stay as they are, since a large change, such as one from
+    infinity, would lose its digits in the sum.
     """
 
     def __init__(self, model: keras.Model) -> None:
         sync = state_of(model).options.sync_batch_norm
         several = placement_of(model.distribute_strategy).replicas > 1
         self._variables = moving_statistics(model, sync_batch_norm=sync) if several else []
-        self._are_equal = state_of(model).traced.are_equal
+        self._equal_on_replicas = state_of(model).traced.equal_on_replicas
         self._strategy = model.distribute_strategy
 
     def now(self) -> Any:
@@ -137,21 +137,21 @@ class Statistics:
         """Returns the changes of this replica's statistics since `before`, times its weight."""
         return [
             tf.math.multiply_no_nan(tf.convert_to_tensor(v.value) - old, tf.cast(weight, old.dtype))
-            for v, old in self._different(before)
+            for v, old in zip(self._variables, before, strict=True)
         ]
 
     def set(self, before: list[tf.Tensor], changes: list[tf.Tensor]) -> None:
-        """Sets this replica's statistics to those before the steps plus the summed changes."""
-        for (variable, old), change in zip(self._different(before), changes, strict=True):
-            variable.assign(old + change)
-
-    def _different(self, before: list[tf.Tensor]) -> list[tuple[Any, tf.Tensor]]:
-        """Returns the statistics that differ between replicas, with their values before.
+        """Sets this replica's statistics to those before the steps plus the summed changes.
 
         Call it after the step was traced.
         """
-        pairs = zip(self._variables, before, strict=True)
-        return [(v, old) for v, old in pairs if not self._are_equal.get(id(v), False)]
+        # One of them may follow another one, such as an average of statistics that differ.
+        equal = [self._equal_on_replicas.get(id(v), True) for v in self._variables]
+        # In eager mode nothing is known.
+        if self._equal_on_replicas and all(equal):
+            return
+        for variable, old, change in zip(self._variables, before, changes, strict=True):
+            variable.assign(old + change)
 
 
 class Summary:
