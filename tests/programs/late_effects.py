@@ -293,18 +293,31 @@ class Convolution(layers.Layer):
         return ops.matmul(edges, self.dense(rows))
 
 
-@program("Kipf and Welling: a graph convolutional network of a whole graph", **EXACT)
-def graph_convolutions_with_dropout() -> Made:
-    """Products of a matrix of edges with all rows, and a dropout between two of them."""
+def _convolutions(*middle: keras.layers.Layer) -> Made:
+    """Returns a program with layers between two graph convolutions."""
     edges = np.eye(ROWS) * 0.5 + rng().random((ROWS, ROWS)) / ROWS
     nodes, neighbours = keras.Input((4,)), keras.Input((ROWS,))
-    hidden = layers.Dropout(0.3, seed=1)(ops.relu(Convolution()([nodes, neighbours])))
-    outputs = Convolution()([layers.Dropout(0.2, seed=2)(hidden), neighbours])
+    hidden = ops.relu(Convolution()([nodes, neighbours]))
+    for layer in middle:
+        hidden = layer(hidden)
+    outputs = Convolution()([hidden, neighbours])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     data = fit([X, edges], Y, batch_size=ROWS, epochs=3)
     model = keras.Model([nodes, neighbours], outputs)
     predict = {"x": [X, edges], "batch_size": ROWS}
     return Made(model, {"optimizer": sgd(), "loss": loss}, data, predict=predict)
+
+
+@program("Kipf and Welling: a graph convolutional network of a whole graph", **EXACT)
+def graph_convolutions_with_dropout() -> Made:
+    """Products of a matrix of edges with all rows, and dropouts between two of them."""
+    return _convolutions(layers.Dropout(0.3, seed=1), layers.Dense(4), layers.Dropout(0.2, seed=2))
+
+
+@program("Graph convolutions with batch normalization", expects="cannot take it with its own rows")
+def graph_convolutions_with_normalization() -> Made:
+    """Statistics of all rows of a product that no replica can compute by itself."""
+    return _convolutions(layers.BatchNormalization())
 
 
 class Smoothed(keras.metrics.Metric):

@@ -883,3 +883,20 @@ def features_reshaped_by_the_number_of_rows() -> Made:
         fit(*data),
         evaluate={"x": data[0], "y": data[1], "batch_size": BATCH},
     )
+
+
+class InFours(layers.Layer):
+    """Takes the batch for 4 groups of 4 rows, and subtracts the mean of each group."""
+
+    def call(self, x: Any) -> Any:
+        groups = ops.reshape(x, (4, 4, x.shape[-1]))
+        centered = groups - ops.mean(groups, 1, keepdims=True)
+        return ops.reshape(centered, (16, x.shape[-1]))
+
+
+@program("A reshape to a fixed number of rows")
+def fixed_number_of_rows() -> Made:
+    """A layer that is written for one number of rows."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), InFours()])
+    data = fit(features(4, rows=32), features(3, rows=32))
+    return Made(model, {"optimizer": sgd(), "loss": "mse"}, data)

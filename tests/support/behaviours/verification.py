@@ -581,6 +581,40 @@ def warnings_of_an_evaluation(layer: str) -> list[str]:
     return [str(w.message) for w in caught if "it is not known" in str(w.message)]
 
 
+class Begins(keras.metrics.Metric):
+    """Counts from a number on, which `reset_state` sets, or leaves, or makes 0 as Keras does."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__(name="begins")
+        self.case = case
+        self.total = self.add_variable((), "ones", name="total")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.mean(y_pred))
+
+    def result(self) -> Any:
+        return self.total + 0.0
+
+    def reset_state(self) -> None:
+        if self.case == "zeros":
+            super().reset_state()
+        elif self.case == "sets":
+            self.total.assign(1.0)
+
+
+def warnings_of_a_metric(case: str) -> Any:
+    """Returns the warnings of `evaluate`, and its result, of a metric that begins with 1."""
+    keras.utils.set_random_seed(1)
+    with here.strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "mse", metrics=[Begins(case)])
+    prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = model.evaluate(X[:18], Y[:18, None] > 0, batch_size=18, verbose=0)[-1]
+    return [[str(w.message) for w in caught if "begins with" in str(w.message)], found]
+
+
 class Cell(keras.layers.Layer):
     """A recurrent cell of the user's own."""
 

@@ -218,6 +218,18 @@ def test_an_evaluation_with_a_layer_that_is_not_understood_warns(
     assert all("the whole batch in the test_step" in message for message in told)
 
 
+@behaviour(verification.warnings_of_a_metric, at=few(TWO_REPLICAS, of=SEVERAL))
+@pytest.mark.parametrize("case", ["sets", "leaves", "zeros"])
+def test_a_metric_that_begins_with_other_numbers_than_after_a_reset_warns(
+    results: list[Any], case: str, one_device: Any
+) -> None:
+    told, value = results[0]
+    assert len(told) == (case != "sets")
+    assert all("begins with numbers that its reset_state does not set" in words for words in told)
+    if case == "sets":
+        assert value == pytest.approx(one_device[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("case", ["graph", "eager", "eager before fit"])
 @behaviour(
     verification.verified_with_an_optimizer_that_is_not_built, at=few(TWO_REPLICAS, of=SEVERAL)

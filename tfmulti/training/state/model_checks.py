@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmulti.distribution import python_attributes
@@ -117,6 +118,35 @@ def check_metrics_add_up(model: keras.Model) -> None:
             )
 
 
+def warn_of_initial_states(model: keras.Model) -> None:
+    """Warns on the chief of a metric whose `reset_state` does not set the numbers it begins with.
+
+    Plain Keras builds some metrics after their first reset, so its first epoch begins with these
+    numbers. Here each metric is reset first, and each replica would begin with all of the numbers.
+    """
+    placement = placement_of(model.distribute_strategy)
+    for metric in [part for m in model.metrics for part in getattr(m, "metrics", [m])]:
+        parts = [part for v in metric.variables for part in relocation.components(v.value)]
+        initial = [part.numpy() for part in parts]
+        if is_of_keras(type(metric)) or not any(value.any() for value in initial):
+            continue
+        with python_attributes.kept([metric]):
+            for part in parts:
+                part.assign(tf.zeros_like(part))
+            metric.reset_state()
+        # A replica gets its part of a number.
+        reset = [part.numpy() * placement.replicas for part in parts]
+        for part, value in zip(parts, initial, strict=True):
+            part.assign(value)
+        same = all(np.allclose(a, b, equal_nan=True) for a, b in zip(initial, reset, strict=True))
+        if not same and placement.is_chief:
+            warnings.warn(
+                f"the metric {metric.name!r} begins with numbers that its reset_state does not "
+                "set, so its first results may differ from plain Keras. Set them in reset_state.",
+                stacklevel=4,
+            )
+
+
 def check_rows_are_free(model: keras.Model) -> None:
     """Raises an error if a layer keeps a state for each row and there are several replicas.
 
@@ -200,6 +230,8 @@ def build(
     check_scope(model)
     check_metrics_add_up(model)
     check_rows_are_free(model)
+    if model.train_function is None and model.test_function is None:
+        warn_of_initial_states(model)
 
 
 def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> None:

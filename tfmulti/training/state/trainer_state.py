@@ -115,8 +115,8 @@ class TrainerState:
         specs: the shapes and dtypes of a global batch of the last `fit`.
         seeds_drawn: how many seeds of the data order `fit` has drawn, where `seed` is None.
         told: the differences from plain Keras that were printed or warned of, each of them once.
-        saved_variables: the states, from the checkpoint of a resumed run, of seeds whose layers are
-            not built yet.
+        saved_variables: the values, from the checkpoint of a resumed run, of variables that are
+            not made yet: seeds of layers that are not built, and variables outside of the model.
         evaluation_metrics: the variables of metrics that only evaluations use.
     """
 
