@@ -246,7 +246,7 @@ ELSEWHERE = ["all in the scope", "all outside", "rows in the scope", "rows outsi
 def test_a_variable_that_is_not_found_is_refused(errors: list[list[str]]) -> None:
     for kind, message in errors:
         assert kind == "ModelError"
-        assert "'Variable:0', which is no attribute of the model" in message
+        assert "'Variable:0', which was no attribute of the model" in message
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)

@@ -247,8 +247,9 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
     with_losses = not (has_own and _computes_no_losses(model, specs, trace))
     several = model.distribute_strategy.num_replicas_in_sync > 1
     # A step of the user's own may update some of the weights only, and then Keras builds the
-    # optimizer for these.
-    with_optimizer = not has_own_step(model, "train_step")
+    # optimizer for these. A trace finds them, but would run the Python code of an eager step.
+    is_one_in_eager_mode = model.run_eagerly and len(optimizers_of(model)) == 1
+    with_optimizer = is_one_in_eager_mode or not has_own_step(model, "train_step")
     try:
         _build_from_specs(model, specs, with_optimizer=with_optimizer, with_losses=with_losses)
     except Exception as error:
