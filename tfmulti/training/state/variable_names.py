@@ -33,10 +33,7 @@ def named_variables(model: keras.Model) -> dict[str, Any]:
     def add(name: str, variable: Any) -> None:
         if id(variable) in metrics or id(variable) in names:
             return
-        unique, count = name, 1
-        while unique in named:
-            count += 1
-            unique = f"{name} {count}"
+        unique = _unique(name, named)
         named[unique], names[id(variable)] = variable, unique
 
     for place, layer in places_of(model).items():
@@ -79,12 +76,17 @@ def variables_outside(model: keras.Model, known: Mapping[str, Any]) -> dict[str,
         if tf_variable.synchronization is tf.VariableSynchronization.ON_READ:
             continue
         seen.add(id(tf_variable))
-        name, count = f"{OUTSIDE}{place}", 1
-        while name in named:
-            count += 1
-            name = f"{OUTSIDE}{place} {count}"
-        named[name] = variable
+        named[_unique(f"{OUTSIDE}{place}", named)] = variable
     return named
+
+
+def _unique(name: str, named: Mapping[str, Any]) -> str:
+    """Returns a name that is not taken: the given one, or the same with a number."""
+    unique, count = name, 1
+    while unique in named:
+        count += 1
+        unique = f"{name} {count}"
+    return unique
 
 
 def places_of(model: keras.Model) -> dict[str, Any]:

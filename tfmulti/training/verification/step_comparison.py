@@ -268,10 +268,14 @@ class StepComparison:
             if not self._trial.runs_user_code:
                 random.setstate(self._python)
             variables = {name: plain[id(v)] for name, v in named.items()}
-            begin = {**self._begin, **self._begin_of_metrics}
+            begin = self._begin_of_one_device()
             yield PlainRun(
                 self._model, variables, begin, self._attributes, self._drawn_by, self._unit
             )
+
+    def _begin_of_one_device(self) -> Values:
+        """Returns the values from which one device begins, with whole states of the metrics."""
+        return {**self._begin, **self._begin_of_metrics}
 
     def _differences(
         self,
@@ -282,7 +286,7 @@ class StepComparison:
     ) -> list[Difference]:
         """Returns how far each variable and each log of the replicas is from one device's."""
         differences: list[Difference] = []
-        kinds, begin = self._kinds(), {**self._begin, **self._begin_of_metrics}
+        kinds, begin = self._kinds(), self._begin_of_one_device()
         for name, values in after.items():
             kind = kinds.get(name)
             if kind is None:
