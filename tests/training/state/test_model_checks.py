@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfmulti
 
@@ -85,6 +86,42 @@ def test_a_variable_that_build_makes_from_a_tensor_is_told() -> None:
     called(x)
     called.compile("sgd", "mse")
     tfmulti.prepare(called).fit(x, x[:, :2], verbose=0)
+
+
+class BeginsWithFirstRows(keras.layers.Layer):
+    """Subtracts the mean of the first batch, which a condition assigns."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=shape[1:], trainable=False)
+        self.has_begun = self.add_weight(trainable=False)
+
+    def call(self, x: Any) -> Any:
+        def first() -> int:
+            self.mean.assign(tf.reduce_mean(x, axis=0))
+            return 0
+
+        tf.cond(self.has_begun > 0, lambda: 0, first)
+        self.has_begun.assign(1)
+        return x - self.mean
+
+
+class ChoosesFirstRows(BeginsWithFirstRows):
+    """Does the same as the message advises."""
+
+    def call(self, x: Any) -> Any:
+        mean = tf.reduce_mean(x, axis=0)
+        self.mean.assign(keras.ops.where(self.has_begun > 0, self.mean, mean))
+        self.has_begun.assign(1)
+        return x - self.mean
+
+
+def test_a_variable_that_a_condition_assigns_is_told() -> None:
+    x = np.ones((8, 3), np.float32)
+    reason = "a condition or a loop on tensors assigns a variable that is read after it"
+    advice = re.escape("variable.assign(keras.ops.where(…, new, variable)).")
+    with pytest.raises(tfmulti.ModelError, match=f"{reason}.*{advice}$"):
+        fitted(BeginsWithFirstRows(), x)
+    fitted(ChoosesFirstRows(), x)
 
 
 def test_an_error_that_does_not_come_from_the_data_stays() -> None:

@@ -313,6 +313,9 @@ def explain(model: keras.Model, specs: Any, error: Exception) -> None:
     advice = "Change the model or the data."
     if "create a variable while in a stateless scope" in reason:
         advice = "Call the model on a batch before fit, and Keras makes the variable."
+    elif "is out of scope" in reason:
+        reason = "a condition or a loop on tensors assigns a variable that is read after it"
+        advice = "Assign the variable outside: variable.assign(keras.ops.where(…, new, variable))."
     raise ModelError(
         f"{type(model).__name__} cannot compute a batch of inputs {inputs}: "
         f"{reason or type(cause).__name__}{place}. {advice}"
