@@ -91,6 +91,8 @@ CORE = (
     "loss_in_a_condition",
     "sum_in_a_condition",
     "gradient_through_two_steps",
+    "gradient_through_clipped_steps",
+    "attack_in_a_direction_of_all_rows",
     "gradient_through_a_stateless_call",
     "gradient_penalty_through_normalization",
     "ctc_in_an_added_loss",

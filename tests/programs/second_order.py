@@ -174,6 +174,70 @@ def gradient_through_two_steps() -> Made:
     return _made(SeveralSteps())
 
 
+class ClippedSteps(Adapted):
+    """Takes two inner steps, and clips their gradients by the norm."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as outer:
+            moved = [tf.identity(w) for w in weights]
+            for _ in range(2):
+                with tf.GradientTape() as inner:
+                    inner.watch(moved)
+                    before = self.loss_of(y, self.outputs_by(moved, x))
+                gradients = [tf.clip_by_norm(g, 0.1) for g in inner.gradient(before, moved)]
+                moved = [w - INNER_RATE * g for w, g in zip(moved, gradients, strict=True)]
+            loss = self.loss_of(y, self.outputs_by(moved, x))
+        self.optimizer.apply(outer.gradient(loss, weights), weights)
+        return {"loss": loss, "before": before}
+
+
+@program("MAML: inner gradients that are clipped by their norm")
+def gradient_through_clipped_steps() -> Made:
+    """Two inner steps by clipped gradients, by whose weights the second one differentiates."""
+    return _made(ClippedSteps())
+
+
+class Attacked(Adapted):
+    """Trains on inputs that two steps have moved in a direction of all rows together."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        moved = tf.zeros_like(x)
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                tape.watch(moved)
+                losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                before = losses(y, self(x + moved))
+            gradient = tape.gradient(before, moved)
+            # After the first step each row depends on the other rows.
+            moved += gradient / tf.norm(gradient)
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x + tf.stop_gradient(moved)))
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss, "before": before}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        moved = x - tf.reduce_mean(x, axis=0)
+        with tf.GradientTape() as tape:
+            tape.watch(moved)
+            before = tf.sqrt(self.loss_of(y, self(moved)))
+        gradient = tape.gradient(before, moved)
+        return {"loss": self.loss_of(y, self(moved + 0.1 * tf.sign(gradient)))}
+
+
+@program("adversarial training, normalized by the norm of the batch")
+def attack_in_a_direction_of_all_rows() -> Made:
+    """Gradients by inputs that depend on all rows, in training and in the evaluation."""
+    model = Attacked()
+    model(DATA[0][:1])
+    evaluated = {"x": DATA[0], "y": DATA[1], "batch_size": 7}
+    return Made(model, {"optimizer": adam()}, fit(*DATA), evaluate=evaluated)
+
+
 class StepsInALoop(Adapted):
     """Takes inner steps in a loop, through which the replicas cannot exchange values."""
 

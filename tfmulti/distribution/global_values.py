@@ -55,6 +55,7 @@ class _Built:
         globals: values in the form of `of_one_device`.
         rows: this replica's rows, computed with values of the global batch.
         leaves: tensors of the user's step from which the others were built.
+        watched: the values of one device by which tapes differentiate in place of the step's own.
         mixes: whether replicas may use a value of the global batch differently. This is so if
             `rows` depend on other rows by more than their number.
     """
@@ -63,6 +64,7 @@ class _Built:
     globals: dict[str, tf.Tensor] = field(default_factory=dict)
     rows: dict[str, tf.Tensor] = field(default_factory=dict)
     leaves: dict[str, tf.Tensor] = field(default_factory=dict)
+    watched: dict[str, tf.Tensor] = field(default_factory=dict)
     mixes: bool = False
 
 
@@ -199,6 +201,21 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
         replica_slice.note_unknown(label.reason)
 
 
+def watched_by_tape(replica_slice: ReplicaSlice, value: Any) -> Any:
+    """Returns the value of one device by which a tape differentiates in place of a watched tensor.
+
+    It is another tensor only if the watched one depends on several rows of the batch together. For
+    rows it has those of this replica. From now on `gradient` takes it as the source.
+
+    Raises:
+        ModelError: the value needs all rows together, and the step takes several passes.
+    """
+    if not are_known(replica_slice) or not _is_of_several_rows(value):
+        return value
+    with _builder_of(replica_slice, value) as builder:
+        return builder.watched(value)
+
+
 Gradient = Callable[..., Any]
 _BY_SEVERAL_ROWS = "a gradient by a tensor that is computed from several rows"
 
@@ -240,6 +257,8 @@ def gradient(
             return _gradient_in_branch(replica_slice, compute, target, sources, **options)
     if not are_known(replica_slice):
         return compute(target, sources, **options)
+    builder = _Builder(replica_slice, tf.compat.v1.get_default_graph())
+    sources = tf.nest.map_structure(builder.watched_instead, sources)
     kinds = {label_of(t).kind for t in targets}
     for value in targets:
         note_unknown(replica_slice, value)
@@ -250,11 +269,10 @@ def gradient(
         return _gradient_of_sums(replica_slice, compute, target, sources, **options)
     is_linear = kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}
     # The values of the global batch are built from the rows, and do not depend on such sources.
-    are_unknown = [not is_linear and _is_of_several_rows(s) for s in tf.nest.flatten(sources)]
+    are_unknown = [_is_of_several_rows(s) for s in tf.nest.flatten(sources)]
     if is_linear or all(are_unknown):
         gradients = compute(target, sources, **options)
     else:
-        builder = _Builder(replica_slice, targets[0].graph)
         built = [builder.summed(t) for t in targets]
         leaves = builder.leaves_behind(built)
         seeds = tf.gradients(built, leaves, stop_gradients=leaves)
@@ -266,9 +284,15 @@ def gradient(
     results = _by_source(replica_slice, sources, gradients)
     if any(are_unknown):
         replica_slice.note_unknown(_BY_SEVERAL_ROWS)
-        for is_unknown, value in zip(are_unknown, tf.nest.flatten(results), strict=True):
-            if is_unknown:
+        flat_sources, flat_results = tf.nest.flatten(sources), tf.nest.flatten(results)
+        for is_unknown, source, value in zip(are_unknown, flat_sources, flat_results, strict=True):
+            if is_unknown and isinstance(value, tf.Tensor):
                 row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
+            elif is_unknown and builder.has_built(source):
+                raise ModelError(
+                    f"the step takes {_BY_SEVERAL_ROWS}, such as the output of a layer that mixes "
+                    "rows. Call tape.watch(tensor) before you use the tensor."
+                )
     return results
 
 
@@ -455,6 +479,32 @@ class _Builder:
         value = self.on_tape(built)
         self._built.mixes = self._built.mixes or value is not built
         return value
+
+    def watched(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a value of one device, or this replica's rows of it, by which to differentiate.
+
+        What is built later from the given value is built from the new one.
+        """
+        label, built = label_of(value), self._built
+        if value.name not in built.watched:
+            if label.kind is Kind.MIXED:
+                new = built.rows[value.name] = self.on_tape(self.rows(value))
+                row_labels.mark(new, row_labels.rows(label.parts))
+            else:
+                new = built.globals[value.name] = self.on_tape(self.whole(value))
+                built.averages[value.name] = new
+                row_labels.mark(new, row_labels.ALIKE)
+            built.watched[value.name] = self._leaf(new)
+        return built.watched[value.name]
+
+    def has_built(self, value: tf.Tensor) -> bool:
+        """Returns whether values of the global batch were built from a value built again."""
+        return value.name in self._built.rows or value.name in self._built.globals
+
+    def watched_instead(self, source: Any) -> Any:
+        """Returns what a tape watches in place of a source, or the source itself."""
+        is_tensor = isinstance(source, tf.Tensor)
+        return self._built.watched.get(source.name, source) if is_tensor else source
 
     def summed(self, target: tf.Tensor) -> tf.Tensor:
         """Returns a value with the gradient of the sum of a target's numbers on all replicas."""

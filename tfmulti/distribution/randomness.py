@@ -65,6 +65,9 @@ def by_parts(
         # A dropout of a matrix of the whole batch, such as the product of a graph's edges and rows.
         inputs = global_values.input_of_one_device(replica_slice, arguments["inputs"])
         arguments = arguments | {"inputs": inputs}
+    for name in ("shape", "noise_shape"):
+        if arguments.get(name) is not None:
+            arguments = arguments | {name: _with_numbers(arguments[name])}
     tensor = arguments.get("inputs", arguments.get("logits", arguments.get("x")))
     shape = arguments.get("shape")
     parts = _parts_of(tensor if tensor is not None else shape)
@@ -137,10 +140,14 @@ def _parts_of(value: Any) -> Parts | None:
         return None
     if isinstance(value, tf.Tensor) and value.dtype.is_floating:
         return row_labels.label_of(value).parts or None
+    if isinstance(value, tf.Tensor) and value.op.type == "Pack":
+        value = list(value.op.inputs)
     if isinstance(value, tf.Tensor) and value.shape.rank == 1:
         return row_labels.parts_counted(value)
     if isinstance(value, (list, tuple)) and len(value) and tf.is_tensor(value[0]):
-        return row_labels.parts_counted(value[0])
+        # If a later size counts the rows, too, one device draws more numbers for each row.
+        is_of_all = any(row_labels.label_of(size).kind is not Kind.ALIKE for size in value[1:])
+        return None if is_of_all else row_labels.parts_counted(value[0])
     return None
 
 
@@ -491,6 +498,14 @@ def _is_alike(size: Any) -> bool:
     """Returns whether a size that is first known in the step does not depend on the rows."""
     is_labelled = tf.is_tensor(size) and row_labels.are_kept()
     return is_labelled and row_labels.label_of(size).kind is Kind.ALIKE
+
+
+def _with_numbers(shape: Any) -> Any:
+    """Returns a shape with whole numbers for tensors that are known before the step is traced."""
+    if tf.is_tensor(shape):
+        return shape if tf.is_symbolic_tensor(shape) else shape.numpy().tolist()
+    is_known = [tf.is_tensor(size) and not tf.is_symbolic_tensor(size) for size in shape]
+    return [int(n) if known else n for n, known in zip(shape, is_known, strict=True)]
 
 
 def _as_list(shape: Any) -> list[Any]:

@@ -27,9 +27,21 @@ from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 def install() -> None:
     """Patches the methods of `tf.GradientTape`, and the gradients of `tf.recompute_grad`."""
+    replace(tf.GradientTape, "watch", in_replica_slice(_watch))
     replace(tf.GradientTape, "gradient", _gradient)
     replace(tf.GradientTape, "batch_jacobian", in_replica_slice(_batch_jacobian))
     replace(custom_gradient_module, "_graph_mode_decorator", in_replica_slice(_recomputed))
+
+
+def _watch(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape, tensor: Any
+) -> None:
+    """Watches a tensor, and its value on one device if it depends on several rows."""
+    original(tape, tensor)
+    for value in tf.nest.flatten(tensor, expand_composites=True):
+        of_one_device = global_values.watched_by_tape(replica_slice, value)
+        if of_one_device is not value:
+            original(tape, of_one_device)
 
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
