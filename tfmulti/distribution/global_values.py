@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -277,10 +279,16 @@ def gradient(
         leaves = builder.leaves_behind(built)
         seeds = tf.gradients(built, leaves, stop_gradients=leaves)
         pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
+        # An outer tape records no lookups, so their gradients are dense there.
+        are_lookups = [isinstance(seed, tf.IndexedSlices) and not is_recorded for _, seed in pairs]
+        lookups = list(itertools.compress(pairs, are_lookups))
+        pairs = list(itertools.compress(pairs, map(operator.not_, are_lookups)))
         options["output_gradients"] = [
             builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
         ]
         gradients = compute([leaf for leaf, _ in pairs], sources, **options)
+        if lookups:
+            gradients = _with_lookups(gradients, sources, lookups)
     results = _by_source(replica_slice, sources, gradients)
     if any(are_unknown):
         replica_slice.note_unknown(_BY_SEVERAL_ROWS)
@@ -294,6 +302,34 @@ def gradient(
                     "rows. Call tape.watch(tensor) before you use the tensor."
                 )
     return results
+
+
+def _with_lookups(gradients: Any, sources: Any, lookups: Sequence[tuple[tf.Tensor, Any]]) -> Any:
+    """Returns gradients with those of lookups (`tf.IndexedSlices`), which a tape would make dense.
+
+    Args:
+        gradients: the gradients of everything else.
+        sources: variables or tensors.
+        lookups: tensors of the user's step, such as tables, each with the gradient by it.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    inputs = [graph.capture(getattr(s, "handle", s)) for s in tf.nest.flatten(sources)]
+    totals = tf.nest.flatten(gradients)
+    for leaf, seed in lookups:
+        found = tf.gradients(leaf, inputs, grad_ys=seed)
+        totals = [_added(*pair) for pair in zip(totals, found, strict=True)]
+    return tf.nest.pack_sequence_as(gradients, totals)
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Returns the sum of two gradients, each of which may be None or of lookups."""
+    if one is None or other is None:
+        return one if other is None else other
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        values = tf.concat([one.values, other.values], 0)
+        indices = tf.concat([one.indices, other.indices], 0)
+        return tf.IndexedSlices(values, indices, one.dense_shape)
+    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 
 def _is_of_several_rows(source: Any) -> bool:

@@ -107,10 +107,9 @@ def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.Inde
         like: an IndexedSlices of the same table.
     """
     for lookup in lookups:
-        kind = lookup.is_alike, lookup.is_distinct
-        if any(kind) and hasattr(lookup.indices, "graph"):
+        if hasattr(lookup.indices, "graph"):
             # The lookups may come from a function, whose operations this graph does not have.
-            setattr(lookup.indices, _KIND, kind)
+            setattr(lookup.indices, _KIND, (lookup.is_alike, lookup.is_distinct))
     if len(lookups) == 1:
         return tf.IndexedSlices(lookups[0].values, lookups[0].indices, like.dense_shape)
     values = tf.concat([lookup.values for lookup in lookups], 0)
@@ -121,17 +120,18 @@ def joined_lookups(lookups: Sequence[Lookup], like: tf.IndexedSlices) -> tf.Inde
 def added(first: tf.IndexedSlices, second: tf.IndexedSlices) -> tf.IndexedSlices:
     """Returns the sum of the gradients of two passes, which have made the same lookups.
 
-    Gradients of the same indices are added, and others are concatenated.
+    Gradients of the same indices are added, and others are concatenated. `lookups_in` finds in the
+    sum as many lookups as in the gradient of one pass.
     """
     lookups: list[Lookup] = []
     for one, other in zip(lookups_in(first), lookups_in(second), strict=True):
         if one.is_alike and other.is_alike:
             lookups.append(Lookup(one.values + other.values, one.indices, True))
-        elif one.is_distinct and other.is_distinct:
+        else:
             values, indices = (
                 tf.concat(parts, 0) for parts in zip(one[:2], other[:2], strict=True)
             )
-            lookups.append(_distinct(values, indices))
-        else:
-            lookups += [one, other]
+            are_distinct = one.is_distinct and other.is_distinct
+            lookup = _distinct(values, indices) if are_distinct else Lookup(values, indices, False)
+            lookups.append(lookup)
     return joined_lookups(lookups, first)

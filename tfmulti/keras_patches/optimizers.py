@@ -141,6 +141,8 @@ class _UpdatesReplica:
         step = super().update_step  # type: ignore[misc]
         update = updates.of_step(step) if _has_several_replicas() and is_enabled() else None
         if update is None or not update(self, gradient, _updated(self, variable), learning_rate):
+            # Keras' TensorFlow backend gives the tf.Variable, whose methods a user may call.
+            variable = variable.value if isinstance(variable, keras.Variable) else variable
             step(gradient, variable, learning_rate)
 
     assign = _assigning_copies("assign", "scatter_update")
@@ -212,6 +214,13 @@ class _ReducesFirst(_UpdatesReplica):
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         """Reduces the gradients and applies them, unless the `take` function keeps them."""
+        strategy = strategy_of(self)
+        if strategy is not None and not tf.distribute.has_strategy():
+            # A loop of the user's own calls this. Its gradients are those of one device.
+            if self._tfmulti_take(self, grads, trainable_variables):
+                return None
+            with strategy.scope():
+                return super().apply(grads, trainable_variables)  # type: ignore[misc]
         if tf.distribute.get_replica_context() is not None:
             _refuse_overwritten(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
             grads = _gradients_of_global_batch(grads)

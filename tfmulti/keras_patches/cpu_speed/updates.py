@@ -123,5 +123,7 @@ def adam(optimizer: Any, gradient: Any, variables: list[Any], learning_rate: Any
 
 def _handle(variable: Any) -> Any:
     """Returns the resource handle of a variable on this replica, or None if it has none."""
+    if tf.distribute.in_cross_replica_context():
+        return None
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return getattr(value, "handle", None)
