@@ -20,6 +20,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tests.support.behaviours import behaviour, upstream
 from tests.support.places import SEVERAL, TWO_REPLICAS, TWO_WORKERS
 from tfmulti.keras_patches import datasets, installation, random_numbers
+from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.datasets import kind_of, parts_of
 from tfmulti.keras_patches.model_structure import (
     flush_tensorboard,
@@ -388,6 +389,14 @@ def test_optimizers_still_know_variables_by_keys_of_their_own() -> None:
     restore_keys(before)
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer.apply([gradient], [variable])
+
+
+def test_registered_names_still_belong_to_one_class_alone() -> None:
+    """The reason for the entry that `derived_class` makes in Keras' table of names."""
+    own = type("Own", (keras.layers.Layer,), {})
+    keras.saving.register_keras_serializable("tests", "own")(own)
+    assert keras.saving.get_registered_name(type("Own", (own,), {})) == "Own"
+    assert keras.saving.get_registered_name(derived_class(own, (own,))) == "tests>own"
 
 
 def test_models_and_optimizers_still_keep_their_first_strategy() -> None:

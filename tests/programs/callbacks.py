@@ -191,6 +191,22 @@ def another_optimizer_from_an_epoch_on() -> Made:
     return _with(Recompiling())
 
 
+class Rehearsing(keras.callbacks.Callback):
+    """Trains on old rows after the last batch of an epoch, or begins the metrics anew."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == BATCHES - 1 and self.model.optimizer.iterations.numpy() < 2 * BATCHES:
+            self.model.train_on_batch(X[:7], Y[:7])
+        elif batch == BATCHES - 1:
+            self.model.reset_metrics()
+
+
+@program("Training on old rows in a callback; metrics that begin anew")
+def metrics_changed_by_a_callback() -> Made:
+    """Plain Keras reads an epoch's metrics after the callbacks of its last batch."""
+    return _with(Rehearsing())
+
+
 class Annealed(keras.Model):
     """Computes with two attributes that only a callback makes."""
 

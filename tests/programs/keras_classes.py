@@ -15,9 +15,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers, losses, metrics
+from keras import layers, losses, metrics, ops
 
-from tests.programs.common import ROWS, SPARSE, fit, labels, rng, sgd
+from tests.programs.common import ROWS, SPARSE, fit, labels, rng, sgd, tokens
 from tests.programs.registry import Made, program
 
 Make = Callable[[], Any]
@@ -447,6 +447,21 @@ COUNTS = (
     *("MeanIoU", "OneHotIoU", "OneHotMeanIoU", "PrecisionAtRecall", "RecallAtPrecision"),
     *("SensitivityAtSpecificity", "SpecificityAtSensitivity"),
 )
+
+
+@program("keras.layers.Embedding with microbatches")
+def embedding_with_three_microbatches() -> Made:
+    """Lookups of tokens and of positions, whose gradients three passes add up."""
+    inputs = keras.Input((6,), dtype="int32")
+    positions = layers.Embedding(6, 4)(ops.arange(6))
+    hidden = layers.Embedding(9, 4)(inputs) + positions
+    outputs = layers.Dense(3, "softmax")(layers.GlobalAveragePooling1D()(hidden))
+    return Made(
+        keras.Model(inputs, outputs),
+        {"optimizer": keras.optimizers.Adam(0.01), "loss": SPARSE},
+        fit(tokens(), labels()),
+        prepare={"microbatches": 3},
+    )
 
 
 @program("keras.metrics: metrics that count, with microbatches")

@@ -234,6 +234,32 @@ def lookups_by_ranks() -> Made:
     return Made(_classifier(Ranked()), given, DATA)
 
 
+class Neighbours(layers.Layer):
+    """Adds entries of a table that belong to other rows, to some rows and to each row twice."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(5, shape[-1]), initializer="glorot_uniform")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.calls.assign_add(1.0)
+        places = tf.cast(tf.math.floormod(10 * x[:, 0], 5), "int32")
+        high = tf.cast(x[:, 1] > tf.reduce_mean(x[:, 1]), "int32")
+        some = tf.gather(self.table, tf.boolean_mask(places, x[:, 2] > 0))
+        repeated = tf.gather(self.table, tf.repeat(places, 2))
+        added = tf.gather(self.table, tf.roll(places, 1, 0)) + tf.gather(self.table, high)
+        added += repeated[1::2] + tf.reduce_mean(tf.square(some))
+        return x + ops.cast(self.calls > 1, x.dtype) * added
+
+
+@program("Lookups of the entries of other rows", **EXACT)
+def lookups_of_neighbours() -> Made:
+    """Lookups by indices that depend on all rows, with Adam, which squares each of them."""
+    given = {"optimizer": keras.optimizers.Adam(0.01), "loss": SPARSE}
+    return Made(_classifier(Neighbours()), given, DATA)
+
+
 @program("A layer whose call was replaced", **EXACT)
 def replaced_call() -> Made:
     """A `call` of one's own, as an attribute of a layer of Keras."""

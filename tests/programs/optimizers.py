@@ -71,6 +71,27 @@ class Signed(keras.optimizers.Optimizer):
         self.assign_sub(variable, learning_rate * average / (ops.abs(average) + 0.01))
 
 
+class SelectedRows(keras.optimizers.Optimizer):
+    """Updates those rows of a table that a batch looks up, by a method of `tf.Variable`."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            values = learning_rate * gradient.values
+            variable.scatter_sub(tf.IndexedSlices(values, gradient.indices))
+        else:
+            variable.assign_sub(learning_rate * gradient)
+
+
+@program("Optimizers that update some rows of a table, as in tf_keras")
+def optimizer_by_methods_of_tensorflow() -> Made:
+    """An update_step that calls `assign_sub` and `scatter_sub` of the variable."""
+    model = keras.Sequential(
+        [layers.Embedding(9, 4), layers.GlobalAveragePooling1D(), layers.Dense(3, "softmax")]
+    )
+    model.build((None, 6))
+    return Made(model, {"optimizer": SelectedRows(0.5), "loss": SPARSE}, fit(tokens(), labels()))
+
+
 @program("Keras: Optimizer subclass")
 def optimizer_class_of_its_own() -> Made:
     """An Optimizer with build and update_step of its own."""
@@ -405,6 +426,24 @@ def weights_moved_between_calls() -> Made:
         return {"losses": np.array(losses)}
 
     return Made(classifier(), {"optimizer": sgd(), "loss": SPARSE}, use=use)
+
+
+@program("Keras guide: Writing a training loop from scratch in TensorFlow")
+def loop_by_hand_after_fit() -> Made:
+    """A loop of the user's own that goes on with the optimizer of the compiled model."""
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        losses = [model.fit(**fit(*DATA), verbose=0).history["loss"]]
+        weights = model.trainable_variables
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                rows = keras.losses.sparse_categorical_crossentropy(DATA[1], model(DATA[0]))
+                loss = tf.reduce_mean(rows)
+            model.optimizer.apply(tape.gradient(loss, weights), weights)
+        losses.append(model.fit(**fit(*DATA), verbose=0).history["loss"])
+        return {"losses": np.array(losses)}
+
+    return Made(classifier(), {"optimizer": adam(), "loss": SPARSE}, use=use)
 
 
 class FineTuned(keras.Model):

@@ -172,6 +172,11 @@ def test_mixed_float16_trains_alike_on_all_workers(results: list[Any]) -> None:
     assert all(other == first for other in others)
 
 
+@behaviour(usage.saved_inside_another_model, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_registered_model_inside_another_one_can_be_loaded(results: list[Any]) -> None:
+    assert results == [True]
+
+
 @behaviour(usage.saved_loaded_and_trained_again, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_saved_model_is_plain_keras_and_trains_on(results: list[Any]) -> None:
     assert all(worker == ["Sequential", True, True, True] for worker in results)

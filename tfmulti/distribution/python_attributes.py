@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 # The numbers that the classes of these packages have are not the user's.
 _LIBRARIES = ("keras.", "tensorflow.", "tfmulti.", "builtins")
@@ -28,6 +31,61 @@ def read(objects: Iterable[Any]) -> Attributes:
     An object whose own `build` has not run is left out, because `build` may set its numbers.
     """
     return [(owner, _numbers_of(owner)) for owner in objects if not _is_to_be_built(owner)]
+
+
+def read_for_steps(objects: Iterable[Any]) -> Attributes:
+    """Returns what a compiled step may keep of objects, for `first_new_value`.
+
+    These are numbers and texts, and the other values that a step may read: Booleans, None,
+    functions, arrays and collections of the user's objects, if one of the user's methods names
+    them, and settings of Keras' layers and optimizers, such as an activation.
+    """
+    return [(owner, {**_settings_of(owner), **_numbers_of(owner)}) for owner in objects]
+
+
+def _settings_of(owner: Any) -> dict[str, Any]:
+    """Returns an object's attributes that are no numbers or texts, and that a step may read."""
+    own = [cls for cls in type(owner).__mro__ if not cls.__module__.startswith(_LIBRARIES)]
+    named = set().union(*map(_names_in_methods, own)) if own else set()
+    of_keras = _of_keras()
+    return {
+        name: _copied(value)
+        for name, value in vars(owner).items()
+        if name not in of_keras
+        and (name in named if own else not name.startswith("_"))
+        and (value is None or isinstance(value, _SETTINGS if own else _SETTINGS_OF_KERAS))
+    }
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_SETTINGS_OF_KERAS = (bool, tf.Tensor, *_FUNCTIONS)
+_SETTINGS = (*_SETTINGS_OF_KERAS, np.ndarray, list, tuple, dict)
+# Larger arrays and collections are data, and would take time to copy.
+_MOST_ITEMS = 1000
+# These methods run before a step.
+_BEFORE_STEPS = {"__init__", "build", "compile", "from_config"}
+
+
+@functools.cache
+def _names_in_methods(cls: type) -> frozenset[str]:
+    """Returns the names of attributes that the methods of a class name."""
+    methods = [v for name, v in vars(cls).items() if name not in _BEFORE_STEPS]
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(names)
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of a value that may be changed in place, or a large value as it is."""
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.size <= _MOST_ITEMS else value
+    if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
+        return dict(value)
+    return list(value) if isinstance(value, list) and len(value) <= _MOST_ITEMS else value
 
 
 def _numbers_of(owner: Any) -> dict[str, Any]:
@@ -89,15 +147,17 @@ def _is_other(value: Any, current: Any) -> bool:
     """Returns whether a number or text has become another one."""
     are_numbers = _is_number(value) and _is_number(current)
     are_texts = isinstance(value, str) and isinstance(current, str)
+    if not (are_numbers or are_texts):
+        return False
     is_nan = current != current and value != value
-    return (are_numbers or are_texts) and current != value and not is_nan
+    return current != value and not is_nan
 
 
 def first_new_value(attributes: Attributes) -> str | None:
-    """Returns the first number or text that is another one since `read`, or None.
+    """Returns the first value that is another one since `read_for_steps`, or None.
 
     Args:
-        attributes: those of any objects, also of Keras'. Of a layer `trainable` counts, too.
+        attributes: those that `read_for_steps` returned. Of a layer `trainable` counts, too.
 
     Returns:
         The attribute in words, such as `Dropout.rate of 'dropout_1'`.
@@ -107,11 +167,34 @@ def first_new_value(attributes: Attributes) -> str | None:
         for name, value in before.items():
             current = vars(owner).get(name, value)
             is_trainable = name == "_trainable" and current != value
-            counts = name not in _of_keras() and (is_own or not name.startswith("_"))
-            if is_trainable or (counts and _is_other(value, current)):
+            # TensorFlow counts in an attribute how often a `tf.train.Checkpoint` was written.
+            is_public = not name.startswith("_self_" if is_own else "_")
+            counts = is_public and name not in _of_keras()
+            if is_trainable or (counts and _differ(value, current)):
                 of = f" of {owner.name!r}" if isinstance(owner, keras.layers.Layer) else ""
                 return f"{type(owner).__name__}.{name.removeprefix('_')}{of}"
     return None
+
+
+def _is_new(value: Any, current: Any) -> bool:
+    """Returns whether a value that `_settings_of` gave has become another one."""
+    if isinstance(value, np.ndarray) and isinstance(current, np.ndarray):
+        return not np.array_equal(value, current)
+    if isinstance(value, dict) and isinstance(current, dict):
+        return value.keys() != current.keys() or any(_differ(value[k], current[k]) for k in value)
+    if isinstance(value, (list, tuple)) and isinstance(current, (list, tuple)):
+        return len(value) != len(current) or any(map(_differ, value, current))
+    if isinstance(value, bool) and isinstance(current, bool):
+        return value != current
+    if value is None:
+        return isinstance(current, (int, float, str, np.ndarray, *_SETTINGS_OF_KERAS))
+    if isinstance(value, _FUNCTIONS):
+        return (callable(current) and current != value) or current is None
+    return isinstance(value, tf.Tensor) and current is not value
+
+
+def _differ(value: Any, current: Any) -> bool:
+    return _is_other(value, current) or _is_new(value, current)
 
 
 def _has_switched(owner: Any, before: dict[str, Any]) -> bool:

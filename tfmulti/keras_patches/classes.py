@@ -2,13 +2,20 @@
 
 Only objects that exist get such a class. What the class makes, such as by `from_config`, is an
 object of the user's class.
-"""
+
+| what | private name | upstream | can go when |
+|---|---|---|---|
+| `derived_class` | `object_registration.GLOBAL_CUSTOM_NAMES` | none | an object can tell under which name it is saved |
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+
+import keras
+from keras.src.saving import object_registration
 
 _derived: dict[tuple[type, ...], type] = {}
 _original: dict[type, type] = {}
@@ -26,8 +33,11 @@ def derived_class(original: type, bases: tuple[type, ...]) -> type:
             "__doc__": original.__doc__,
             "__new__": lambda cls, *args, **kwargs: original(*args, **kwargs),
         }
-        _derived[bases] = type(original.__name__, bases, names)
-        _original[_derived[bases]] = original
+        derived = _derived[bases] = type(original.__name__, bases, names)
+        _original[derived] = original
+        # An object of a class that the user has registered may be saved inside another object.
+        registered = keras.saving.get_registered_name(original)
+        object_registration.GLOBAL_CUSTOM_NAMES[derived] = registered
     return _derived[bases]
 
 

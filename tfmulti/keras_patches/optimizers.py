@@ -214,8 +214,8 @@ class _ReducesFirst(_UpdatesReplica):
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         """Reduces the gradients and applies them, unless the `take` function keeps them."""
-        strategy = strategy_of(self)
-        if strategy is not None and not tf.distribute.has_strategy():
+        strategy = None if tf.distribute.has_strategy() else strategy_of(self)
+        if strategy is not None and strategy.num_replicas_in_sync > 1:
             # A loop of the user's own calls this. Its gradients are those of one device.
             if self._tfmulti_take(self, grads, trainable_variables):
                 return None

@@ -559,6 +559,7 @@ class DistributedModel(keras.Model):
             Notes(self, verbose).tell_steps(x, feed, "steps", steps)
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
+        warn_of_old_values(self, "predict_step")
         with closing(feed):
             return loops.predict(self, feed, count, callback_list)
 
@@ -619,6 +620,12 @@ class DistributedModel(keras.Model):
             given = from_batch(batch, self._placement)
             return _on_batch(self, self.test_function, given, return_dict)
 
+    def reset_metrics(self) -> None:
+        """Resets the state of all metrics, as Keras does."""
+        keras.Model.reset_metrics(self)
+        # The results are those of all replicas, since all have the same state now.
+        state_of(self).metric_results = self.get_metrics_result
+
     @_on_all_workers
     def predict_on_batch(self, x: Any) -> Any:
         """Returns the outputs of one global batch of arrays, rows in order; see Keras.
@@ -631,6 +638,7 @@ class DistributedModel(keras.Model):
         if self.predict_function is None:
             relocation.enter(self)
         self.make_predict_function()
+        warn_of_old_values(self, "predict_step")
         batch = from_batch(_one_batch(x, None, None), self._placement)
         predicted = self.predict_function(batch)
         same_data.check_same_batches(predicted.digests)
@@ -724,8 +732,7 @@ def _on_batch(
     model.reset_metrics()
     votes = loops.votes_of(model, stop=False)
     result = loops.run(model, execute, batch, 1, votes)
-    if execute is model.test_function:
-        state_of(model).evaluated = result.epoch_logs
+    state_of(model).metric_results = lambda: result.epoch_logs
     return _results(model, loops.as_floats(result.logs), return_dict)
 
 

@@ -742,6 +742,31 @@ def mixed_float16() -> Any:
         keras.config.set_dtype_policy("float32")
 
 
+@keras.saving.register_keras_serializable("tfmulti_tests", "encoder")
+class Encoder(keras.Model):
+    """A model of a class that is registered under another name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def saved_inside_another_model() -> Any:
+    """Returns whether a model with a trained model inside predicts the same once it is loaded."""
+    with here.strategy.scope():
+        encoder = Encoder()
+        encoder.compile("sgd", "mse")
+    fit(prepare(encoder), y=X[:, :3])
+    outer = keras.Sequential([keras.Input((6,)), encoder, keras.layers.Dense(2)])
+    file = here.shared / f"outer_{here.placement.rank}.keras"
+    outer.save(file)
+    loaded = keras.saving.load_model(file)
+    return np.array_equal(loaded.predict(X, verbose=0), outer.predict(X, verbose=0))
+
+
 def saved_loaded_and_trained_again() -> Any:
     """Returns the model's class, whether it is Keras' own, and whether the copies are equal."""
     model = classifier()

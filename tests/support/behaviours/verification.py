@@ -848,10 +848,7 @@ class Scaled(keras.layers.Layer):
 
 
 def a_number_changed_between_predictions() -> Any:
-    """Returns the warnings of three predictions. The second and the third find a new number.
-
-    Only the third one needs a new trace, for data whose last batch is a whole one.
-    """
+    """Returns the warnings of three predictions. The second and the third find a new number."""
     with here.strategy.scope():
         model = keras.Sequential([keras.Input((6,)), Scaled()])
         model.compile("sgd", "mse")

@@ -262,12 +262,13 @@ def _epoch(
         if state.compares:
             state.wants_comparison = False
             clock.stop(state, training.feed)
-        state.evaluated = None
+        state.metric_results = None
         training.callbacks.on_train_batch_end(last, result.logs)
-        if state.evaluated is not None and state.evaluated.keys() == progress.logs.keys():
-            # Keras logs the results of the metrics at the end of the epoch, and they are now those
-            # of an evaluation in a callback.
-            progress.logs = state.evaluated
+        # Keras logs the results of the metrics at the end of the epoch, and a callback may have
+        # changed them.
+        changed: Logs = state.metric_results() if state.metric_results is not None else {}
+        if changed.keys() == progress.logs.keys():
+            progress.logs = changed
         stops = _stops(model, votes_of(model, stop=bool(model.stop_training)), result.votes)
         if manager is not None and result.votes.checkpoint:
             progress.logs = as_floats(progress.logs)
@@ -315,7 +316,8 @@ def evaluate(
         if stops:
             break
     feed.end_pass(complete=batches == feed.data.steps and not stops)
-    state_of(model).evaluated = logs = as_floats(logs)
+    logs = as_floats(logs)
+    state_of(model).metric_results = lambda: logs
     callbacks.on_test_end(logs)
     return logs
 

@@ -11,6 +11,7 @@ Each part has one owner, the only code that sets it:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +74,7 @@ class TracedStep:
             depend on the rows.
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
         agreed: the steps of which several workers have agreed whether that is so.
-        values: for each step the numbers and texts of the model's objects after its last trace.
+        values: for each step the values in Python of the model's objects after its last trace.
         compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
@@ -109,7 +110,8 @@ class TrainerState:
         compares: whether all workers compare their times after this execution, in
             `on_train_batch_end`. `epoch` then has the times of the epoch so far.
         verification: the result of the last comparison with one device.
-        evaluated: the logs of an evaluation since the last training step, or None.
+        metric_results: a function that returns the logs of what has changed the metrics since the
+            last training step, such as an evaluation in a callback, or None.
         validation: the data of the validation that `fit` runs now, or None.
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
@@ -128,7 +130,7 @@ class TrainerState:
     wants_comparison: bool = False
     compares: bool = False
     verification: Any = None
-    evaluated: dict[str, Any] | None = None
+    metric_results: Callable[[], dict[str, Any]] | None = None
     validation: Any = None
     interrupted: str | None = None
     specs: Any = None

@@ -17,7 +17,6 @@ from tfmulti.distribution import (
     replica_context,
     row_labels,
 )
-from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.distribution.replica_slice import ReplicaSlice, computing, current
 from tfmulti.distribution.strategies import placement_of, run_on_replicas
 from tfmulti.keras_patches import installation
@@ -25,6 +24,7 @@ from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.keras_patches.tracing import optimized_once
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue, unknown_rows_explained
+from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
 from tfmulti.training.step.step import (
@@ -79,7 +79,6 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
             return own_step(data)
 
     step = xla_compiled(model, outputs_of, "predict_step")
-    traces: list[Attributes] = []
 
     def predict(source: Any) -> Predicted:
         report_trace()
@@ -126,9 +125,10 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
             model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
         )
         if not model.run_eagerly:
-            traces.append(attributes)
-            warn_of_change(model, "predict_step", traces)
+            warn_of_change(model, "predict_step", [attributes])
             warn_of_outputs(model, "predict_step")
+            values = state_of(model).traced.values
+            values["predict_step"] = python_attributes.read_for_steps(found.objects)
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)
@@ -142,6 +142,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
 
     def compile_again() -> None:
         nonlocal function
+        state_of(model).traced.values.pop("predict_step", None)
         function = without_autograph(predict)
 
     if not model.run_eagerly:

@@ -278,7 +278,7 @@ def make_step(
             traces.append(attributes)
             warn_of_change(model, name, traces)
             warn_of_outputs(model, name)
-            state.traced.values[name] = python_attributes.read(found.objects)
+            state.traced.values[name] = python_attributes.read_for_steps(found.objects)
         share_generator(seeds)
         return results
 
@@ -378,11 +378,11 @@ def warn_of_change(model: keras.Model, step: str, traces: Sequence[Attributes]) 
 
 
 def warn_of_old_values(model: keras.Model, step: str) -> None:
-    """Warns on the chief, once, of a number or text that was changed after a step was traced.
+    """Warns on the chief, once, of a value in Python that was changed after a step was traced.
 
     Args:
         model: the prepared model.
-        step: `train_step` or `test_step`.
+        step: such as `train_step`.
     """
     if not placement_of(model.distribute_strategy).is_chief:
         return
@@ -391,9 +391,10 @@ def warn_of_old_values(model: keras.Model, step: str) -> None:
     if changed is not None:
         del values[step]
         warnings.warn(
-            f"{changed} has changed since the {step} was traced, which keeps the old value. Plain "
-            "Keras takes the new one for a batch of another size. Keep the value in a variable "
-            "(self.add_weight), or compile again after a change.",
+            f"{changed} has changed since the {step} was traced, which keeps the old value until "
+            "it is traced again. Plain Keras traces a step again for a batch of another size, and "
+            "then takes the new value. Keep the value in a variable (self.add_weight), or compile "
+            "again after a change.",
             # The line of the user's program that calls `fit` or another method.
             stacklevel=4,
         )
