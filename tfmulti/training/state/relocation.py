@@ -415,10 +415,14 @@ def on_one_device(state: State, device: str | None = None) -> Iterator[Mapping[i
 
 
 def _plain(variable: tf.Variable, like: Any) -> tf.Variable:
-    """Returns a plain variable with the first local replica's value; `like` tells `trainable`."""
+    """Returns a plain variable with the name and the value of the first local replica's.
+
+    `like` tells `trainable`. An optimizer of the user's own may look for "bias" in the name.
+    """
     value = value_of(components(variable)[0])
     trainable = bool(getattr(like, "trainable", False))
-    return tf.Variable(value, dtype=variable.dtype, trainable=trainable)
+    name = variable.name.partition(":")[0]
+    return tf.Variable(value, dtype=variable.dtype, trainable=trainable, name=name)
 
 
 def enter(model: keras.Model) -> None:
