@@ -187,10 +187,16 @@ def read_rows(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     with _builder_of(replica_slice, value) as builder:
         if label_of(value).kind is not Kind.GLOBAL:
             return builder.rows(value)
-        value = builder.whole(value)
-    entries = tf.shape(value, tf.int64)[0] // tf.maximum(replica_slice.global_rows, 1)
-    first_row, count = replica_slice.first_row, tf.maximum(replica_slice.own_rows, 1)
-    return value[entries * first_row : entries * (first_row + count)]
+        return _own_part(replica_slice, builder.whole(value))
+
+
+def _own_part(replica_slice: ReplicaSlice, of_all: tf.Tensor) -> tf.Tensor:
+    """Returns the part of the rows of all replicas that this replica reads."""
+    entries = tf.shape(of_all, tf.int64)[0] // tf.maximum(replica_slice.global_rows, 1)
+    count = tf.maximum(replica_slice.own_rows, 1)
+    # A replica without rows reads one that does not count.
+    first = tf.minimum(replica_slice.first_row, replica_slice.global_rows - count)
+    return of_all[entries * first : entries * (first + count)]
 
 
 def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
@@ -663,6 +669,8 @@ class _Builder:
             return self._leaf(value)
         if label.kind is Kind.COUNT:
             return self._count(value)
+        if row_labels.is_rearranged(value):
+            return self._again(value, [self.whole(t) for t in op.inputs])
         if label.kind in (Kind.ROWS, Kind.MIXED):
             return self._all_rows(self.rows(value), label)
         if label.kind is Kind.MEAN and not self._follows_in_branch(value):
@@ -700,6 +708,9 @@ class _Builder:
         if value.name not in built:
             self._build_needed(value)
             self._built.mixes = self._built.mixes or not label.by_count
+            if row_labels.is_rearranged(value):
+                built[value.name] = _own_part(self._replica_slice, self.whole(value))
+                return built[value.name]
             inputs = []
             for i, tensor in enumerate(value.op.inputs):
                 has_rows = label_of(tensor).kind in (Kind.ROWS, Kind.MIXED)
@@ -858,7 +869,11 @@ class _Builder:
             # A name must not begin with "_".
             name=op.name.rpartition("/")[2].lstrip("_") + "_of_global_batch",
         )
-        return new_op.outputs[value.value_index]
+        new_value = new_op.outputs[value.value_index]
+        # If TensorFlow has no gradient for an operation, the step gives it nothing but data.
+        has_gradient = custom_gradients.is_differentiable(new_op)
+        is_recorded = has_gradient and not row_labels.is_unrecorded(op)
+        return new_value if is_recorded else tf.stop_gradient(new_value)
 
 
 def _whole_gradient(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:

@@ -77,6 +77,9 @@ def by_parts(
             _label_drawn(drawn, row_labels.rows(parts), arguments)
         elif tensor is None:
             _label_drawn(drawn, _label_of_shape(shape), arguments)
+        elif row_labels.are_kept() and row_labels.label_of(tensor).kind is Kind.GLOBAL:
+            reason = "a dropout, or other random numbers, of values that follow from several rows"
+            row_labels.mark(drawn, row_labels.local(reason))
         return drawn
     read_rows = tf.maximum(replica_slice.own_rows, 1)
     entries_before, drawn = 0, []

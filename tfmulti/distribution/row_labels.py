@@ -40,6 +40,7 @@ from tfmulti.distribution.row_rules import (
     is_linear,
     leaves_out_rows,
     parts_after,
+    parts_of_rearranged,
     reduced_axes,
     repetition,
 )
@@ -60,6 +61,8 @@ class _Marks:
         given: the labels that `mark` has set.
         calls: for each output of a marked layer, the inputs of the layer.
         reductions: sums and means over rows, numbers of rows, and states of metrics.
+        rearranged: rows that follow from other rows (`row_rules.parts_of_rearranged`).
+        unrecorded: the names of operations that no tape has recorded.
         metric_handles: the handles of the metrics' variables: their ids, and the names of the
             graph's inputs that stand for them.
         origins: for inputs of functions, the tensors outside that they stand for.
@@ -69,6 +72,8 @@ class _Marks:
     given: dict[str, Label] = field(default_factory=dict)
     calls: dict[str, list[Any]] = field(default_factory=dict)
     reductions: set[str] = field(default_factory=set)
+    rearranged: set[str] = field(default_factory=set)
+    unrecorded: set[str] = field(default_factory=set)
     metric_handles: set[int | str] = field(default_factory=set)
     origins: dict[str, Any] = field(default_factory=dict)
 
@@ -310,6 +315,26 @@ def is_reduction_of_rows(tensor: tf.Tensor) -> bool:
     # `label_of` also fills `marks.reductions`.
     label_of(tensor)
     return marks is not None and tensor.name in marks.reductions
+
+
+def mark_unrecorded(operations: Iterable[tf.Operation]) -> None:
+    """Says that no tape has recorded operations (`tape.stop_recording`)."""
+    for op in operations:
+        if op.graph in _graphs:
+            _graphs[op.graph].unrecorded.add(op.name)
+
+
+def is_unrecorded(op: tf.Operation) -> bool:
+    """Returns whether `mark_unrecorded` got an operation."""
+    return op.graph in _graphs and op.name in _graphs[op.graph].unrecorded
+
+
+def is_rearranged(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor has a row for each row, computed from other rows as they stand."""
+    marks = _marks_of(tensor)
+    # `label_of` also fills `marks.rearranged`.
+    label_of(tensor)
+    return marks is not None and tensor.name in marks.rearranged
 
 
 def is_product_of_all_rows(tensor: Any) -> bool:
@@ -580,6 +605,10 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
     if is_reshape and parts_counted(node.op.inputs[1]) == first.parts:
         # The first axis stays as it is, whatever the sizes of the others are.
         parts = first.parts
+    rearranged = parts_of_rearranged(node) if parts is None else None
+    if rearranged is not None:
+        marks.rearranged.add(output.name)
+        return Label(Kind.MIXED, rearranged)
     takes_shape = any(counts_own_rows(node.op, i) for i in range(len(node.labels)))
     if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
         return GLOBAL

@@ -111,6 +111,28 @@ def parts_after(node: Node) -> Parts | None:
     return None if rule is None else rule(node)
 
 
+def parts_of_rearranged(node: Node) -> Parts | None:
+    """Returns the parts of an output that has a row for each row, computed from other rows.
+
+    Such are rows in the reverse order, rows that are moved by some places, and running sums over
+    the rows. None if the operation is none of these, or if several batches are concatenated.
+    """
+    first = node.labels[0]
+    keeps_rows = node.op.type in _REARRANGING or _is_reversed(node)
+    is_one_batch = len(first.parts) == 1 and first.parts != (0,)
+    return node.parts_if(keeps_rows and is_one_batch and node.are_alike(node.labels[1:]))
+
+
+def _is_reversed(node: Node) -> bool:
+    """Returns whether an operation is `x[::-1]`, with or without indices for the other axes."""
+    strides = node.static(3) if node.op.type == "StridedSlice" else None
+    if strides is None or strides[0] != -1:
+        return False
+    names = ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+    changed = any(node.op.get_attr(name) & 1 for name in names)
+    return not changed and bool(node.op.get_attr("begin_mask") & node.op.get_attr("end_mask") & 1)
+
+
 def reduced_axes(node: Node) -> set[int] | None:
     """Returns the axes that a reduction sums or compares; None if they are not known."""
     axes, rank = node.static(1), node.ranks[0]
@@ -446,8 +468,11 @@ _BY_WEIGHTS = """
 _ALONG_LAST_AXIS = """
     LogSoftmax Softmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
 """
+# These keep the number of rows, also along the axis of the rows.
+_REARRANGING = {"Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2", "Roll"}
 # How many of the last axes these operations read together.
 _LAST_AXES = {
+    **dict.fromkeys(("AdjustHue", "AdjustSaturation", "AdjustContrastv2"), 3),
     **dict.fromkeys(("FFT", "IFFT", "IRFFT", "MatrixDiagV3", "RFFT"), 1),
     **dict.fromkeys(("FFT2D", "IFFT2D", "IRFFT2D", "RFFT2D"), 2),
     **dict.fromkeys(("Cholesky", "LogMatrixDeterminant", "MatrixBandPart", "MatrixDeterminant"), 2),

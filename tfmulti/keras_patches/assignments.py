@@ -86,6 +86,26 @@ def install() -> None:
         for name in dir(variable):
             if name.startswith(("scatter_", "batch_scatter_", _SLICE)):
                 replace(variable, name, in_replica_slice(_assign_entries))
+    for name in (*_COMPUTE, "mul", "div"):
+        replace(tf.compat.v1, f"scatter_{name}", in_replica_slice(_by_method))
+    for name in ("add", "sub", "update"):
+        replace(tf.compat.v1, f"scatter_nd_{name}", in_replica_slice(_by_method))
+
+
+def _by_method(
+    original: Callable[..., Any],
+    replica_slice: ReplicaSlice,
+    ref: Any,
+    indices: Any,
+    updates: Any,
+    use_locking: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Changes some entries by the variable's method, in the place of a function of TensorFlow 1."""
+    change = getattr(ref.value if isinstance(ref, keras.Variable) else ref, original.__name__)
+    if original.__name__.startswith("scatter_nd_"):
+        return change(indices, updates, name=name)
+    return change(tf.IndexedSlices(updates, indices), use_locking=use_locking, name=name)
 
 
 def _assign(

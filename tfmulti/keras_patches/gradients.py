@@ -10,8 +10,9 @@ weighted by its rows, is the gradient of the global batch (`distribution.global_
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +29,7 @@ from tfmulti.keras_patches.patching import in_replica_slice, replace
 def install() -> None:
     """Patches the methods of `tf.GradientTape`, and the gradients of `tf.recompute_grad`."""
     replace(tf.GradientTape, "watch", in_replica_slice(_watch))
+    replace(tf.GradientTape, "stop_recording", in_replica_slice(_stop_recording))
     replace(tf.GradientTape, "gradient", _gradient)
     replace(tf.GradientTape, "batch_jacobian", in_replica_slice(_batch_jacobian))
     replace(custom_gradient_module, "_graph_mode_decorator", in_replica_slice(_recomputed))
@@ -42,6 +44,18 @@ def _watch(
         of_one_device = global_values.watched_by_tape(replica_slice, value)
         if of_one_device is not value:
             original(tape, of_one_device)
+
+
+@contextlib.contextmanager
+def _stop_recording(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape
+) -> Iterator[None]:
+    """Stops recording inside the context. Values that are computed there get no gradient later."""
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    with original(tape):
+        yield
+    row_labels.mark_unrecorded(graph.get_operations()[before:])
 
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
