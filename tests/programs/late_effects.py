@@ -193,6 +193,39 @@ def dropout_of_centered_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
     return entropy(y, model(keras.random.dropout(rows, 0.3, seed=model.seeds)))
 
 
+@_late("Mixing of rows before a network with dropout")
+def dropout_of_mixed_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """Rows that are mixed with the next one and with those in the reverse order; running sums."""
+    mixed = 0.6 * x + late * (0.3 * tf.roll(x, 1, 0) + 0.1 * x[::-1] + 0.1 * tf.cumsum(x) / ROWS)
+    return entropy(y, model(keras.random.dropout(mixed, 0.3, seed=model.seeds)))
+
+
+@_late("A part of the loss that no tape records")
+def rows_that_no_tape_records(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """Values of all rows, computed inside `tape.stop_recording()`."""
+    weights = model.net.trainable_variables
+    with tf.GradientTape(persistent=True) as tape:
+        outputs = model(x)
+        with tape.stop_recording():
+            other = tf.roll(outputs, 1, 0)
+        loss = entropy(y, outputs) + tf.reduce_mean((outputs - other) ** 2)
+    penalty = tf.linalg.global_norm(tape.gradient(loss, weights))
+    return entropy(y, model(x)) * (1 + late * tf.stop_gradient(penalty))
+
+
+@program("Center loss, as in TensorFlow 1", **EXACT)
+def centers_changed_by_a_function() -> Made:
+    """`tf.compat.v1.scatter_sub` moves the center of each row's class."""
+    centers = tf.Variable(np.zeros((CLASSES, 4)), trainable=False)
+
+    def loss(model: Late, x: Any, y: Any, late: Any) -> Any:
+        apart = tf.gather(centers, y) - x
+        tf.compat.v1.scatter_sub(centers, y, 0.3 * late * apart)
+        return entropy(y, model(x * tf.gather(centers, y))) + 0.1 * tf.reduce_mean(apart**2)
+
+    return Made(Late(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+
 @_late("Noise with the deviation of the batch")
 def noise_of_the_batch(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Normal numbers whose standard deviation is that of the batch."""

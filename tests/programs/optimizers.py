@@ -428,6 +428,20 @@ def weights_moved_between_calls() -> Made:
     return Made(classifier(), {"optimizer": sgd(), "loss": SPARSE}, use=use)
 
 
+class NoDecayOfBiases(keras.optimizers.SGD):
+    """Decays all weights but those with "bias" in their names, as LARS and LAMB do."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        decay = 0.0 if "bias" in variable.name else 0.1
+        super().update_step(gradient + decay * variable, variable, learning_rate)
+
+
+@program("LARS, LAMB: biases without weight decay")
+def decay_by_names() -> Made:
+    """An optimizer of one's own that looks at the names of the variables."""
+    return Made(classifier(), {"optimizer": NoDecayOfBiases(0.1), "loss": SPARSE}, fit(*DATA))
+
+
 @program("Keras guide: Writing a training loop from scratch in TensorFlow")
 def loop_by_hand_after_fit() -> Made:
     """A loop of the user's own that goes on with the optimizer of the compiled model."""

@@ -302,6 +302,36 @@ def losses_without_targets() -> Made:
     )
 
 
+class Augmenting(keras.Model):
+    """Adjusts the colors of its images by operations that TensorFlow cannot differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.last = layers.Dense(5, "tanh"), layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(tf.reduce_mean(x, axis=(1, 2))))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        x = tf.image.adjust_saturation(tf.image.adjust_contrast(x, 1.5), 0.7)
+        counts = tf.math.bincount(y, weights=tf.reduce_mean(x, axis=(1, 2, 3)), minlength=3)
+        with tf.GradientTape() as tape:
+            rows = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            loss = tf.reduce_mean(rows * tf.gather(1 + counts / tf.reduce_sum(counts), y))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program("Augmentation in the step; class weights of the batch")
+def colors_adjusted_in_the_step() -> Made:
+    """Contrast, saturation and counts of classes, which have no gradient in TensorFlow."""
+    model = Augmenting()
+    model.build((None, 6, 6, 3))
+    return Made(model, {"optimizer": adam()}, fit(images(channels=3), labels()))
+
+
 class Root(Step):
     def of(self, x: Any, y: Any) -> Any:
         return tf.sqrt(tf.reduce_mean(_entropy(y, self(x, training=True))))
