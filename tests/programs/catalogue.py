@@ -114,7 +114,7 @@ CORE = (
     "dropout_of_mixed_rows",
     "rows_that_no_tape_records",
     "centers_changed_by_a_function",
-    "decay_by_names",
+    "rates_by_names",
     "colors_adjusted_in_the_step",
     "embedding_with_three_microbatches",
     "optimizer_by_methods_of_tensorflow",

@@ -428,18 +428,18 @@ def weights_moved_between_calls() -> Made:
     return Made(classifier(), {"optimizer": sgd(), "loss": SPARSE}, use=use)
 
 
-class NoDecayOfBiases(keras.optimizers.SGD):
-    """Decays all weights but those with "bias" in their names, as LARS and LAMB do."""
+class FasterBiases(keras.optimizers.SGD):
+    """Takes twice the rate for weights with "bias" in their names."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        decay = 0.0 if "bias" in variable.name else 0.1
-        super().update_step(gradient + decay * variable, variable, learning_rate)
+        rate = 2 * learning_rate if "bias" in variable.name else learning_rate
+        super().update_step(gradient, variable, rate)
 
 
-@program("LARS, LAMB: biases without weight decay")
-def decay_by_names() -> Made:
+@program("LARS, LAMB: other updates for biases, which their names tell")
+def rates_by_names() -> Made:
     """An optimizer of one's own that looks at the names of the variables."""
-    return Made(classifier(), {"optimizer": NoDecayOfBiases(0.1), "loss": SPARSE}, fit(*DATA))
+    return Made(classifier(), {"optimizer": FasterBiases(0.1), "loss": SPARSE}, fit(*DATA))
 
 
 @program("Keras guide: Writing a training loop from scratch in TensorFlow")
