@@ -207,6 +207,30 @@ def metrics_changed_by_a_callback() -> Made:
     return _with(Rehearsing())
 
 
+class Counting(keras.callbacks.Callback):
+    """Updates a metric of its own, and begins those of the validation anew after its last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overlap = keras.metrics.MeanIoU(3, sparse_y_pred=False)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == BATCHES - 1:
+            self.model.reset_metrics()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.overlap.reset_state()
+        for rows in (slice(0, 13), slice(13, None)):
+            self.overlap.update_state(Y[rows], self.model.predict(X[rows], verbose=0))
+        logs["overlap"] = float(self.overlap.result())
+
+
+@program("A metric that a callback updates by predictions")
+def counts_of_a_callback() -> Made:
+    """A metric of whole numbers that is made in the scope and updated outside of a step."""
+    return _with(Counting())
+
+
 class Annealed(keras.Model):
     """Computes with two attributes that only a callback makes."""
 

@@ -120,6 +120,7 @@ CORE = (
     "optimizer_by_methods_of_tensorflow",
     "loop_by_hand_after_fit",
     "metrics_changed_by_a_callback",
+    "counts_of_a_callback",
     "replaced_call",
     "running_minimum",
     "images_without_channels",

@@ -26,6 +26,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from tfmulti.distribution import custom_steps, global_values, losses, row_labels
 from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.distribution.row_rules import Kind
+from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.layers import in_layer_of_keras
 from tfmulti.keras_patches.metrics import part_of_state
@@ -34,6 +35,12 @@ from tfmulti.keras_patches.patching import in_replica_slice, replace
 from tfmulti.keras_patches.variables import tf_variable_of
 
 NewValue = Callable[..., tf.Tensor]
+
+
+class StatesOfMetrics:
+    """Counts the changes of metrics' states outside of a step, such as by a callback."""
+
+    changes = 0
 
 
 def _by_rows(compute: NewValue) -> NewValue:
@@ -82,7 +89,8 @@ def install() -> None:
     replace(keras.Variable, "assign", in_replica_slice(_assign))
     for variable in (DistributedVariable, MirroredVariable, SyncOnReadVariable, ResourceVariable):
         for name in ("assign", "assign_add", "assign_sub"):
-            replace(variable, name, in_replica_slice(_assign))
+            is_of_parts = variable is SyncOnReadVariable and name == "assign"
+            replace(variable, name, _assign_parts if is_of_parts else in_replica_slice(_assign))
         for name in dir(variable):
             if name.startswith(("scatter_", "batch_scatter_", _SLICE)):
                 replace(variable, name, in_replica_slice(_assign_entries))
@@ -153,6 +161,30 @@ def _assign(
     else:
         replica_slice.note_assigned(variable, False)
     return original(variable, value, *args, **kwargs)
+
+
+def _assign_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an `assign` for a variable whose value is the sum of a part on each replica.
+
+    Outside of a replica TensorFlow gives each of them the value divided by their number. That cuts
+    whole numbers, such as the counts of a metric that a callback updates. Here the first replica
+    gets the value, and the others get 0.
+    """
+    in_step = in_replica_slice(_assign)(original)
+
+    def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        is_sum = self.aggregation is tf.VariableAggregation.SUM
+        if not is_sum or (tf.distribute.has_strategy() and tf.distribute.get_replica_context()):
+            return in_step(self, value, *args, **kwargs)
+        StatesOfMetrics.changes += 1
+        strategy = self.distribute_strategy
+        has_first = placement_of(strategy).is_chief
+        for index, copy in enumerate(strategy.experimental_local_results(self)):
+            with tf.device(copy.device):
+                copy.assign(value if has_first and index == 0 else tf.zeros_like(copy))
+        return self
+
+    return assign
 
 
 def _needs_one_value(

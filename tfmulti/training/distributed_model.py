@@ -207,6 +207,7 @@ def _on_all_workers(
     @functools.wraps(method)
     def called(self: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         callbacks = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
+        self._follow_eager_mode()
         with (
             out_of_memory_explained(self),
             compile_errors_explained(),
@@ -224,6 +225,25 @@ class DistributedModel(keras.Model):
     train_function: Any
     test_function: Any
     predict_function: Any
+
+    @property
+    def run_eagerly(self) -> bool:
+        """Whether steps run as Python code, because of `compile` or for all of TensorFlow."""
+        return bool(keras.Model.run_eagerly.fget(self) or tf.config.functions_run_eagerly())
+
+    @run_eagerly.setter
+    def run_eagerly(self, value: bool) -> None:
+        keras.Model.run_eagerly.fset(self, value)
+
+    def _follow_eager_mode(self) -> None:
+        """Makes new functions if `tf.config.run_functions_eagerly` was called since the last ones.
+
+        All workers must have called it.
+        """
+        state = state_of(self)
+        if state.is_eager != self.run_eagerly:
+            state.is_eager = self.run_eagerly
+            self.train_function = self.test_function = self.predict_function = None
 
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function of a training execution, as Keras does before `fit`."""
@@ -282,10 +302,11 @@ class DistributedModel(keras.Model):
         if is_eager and self._has_own_code(step):
             warnings.warn(
                 f"run_eagerly=True: each of {placement.replicas} replicas runs the Python code of "
-                f"the {step}. Numbers that your code computes from rows, as by float(loss), and "
-                "Booleans, lists, iterators and global variables that it changes may differ from "
-                "one device. Keep such values in variables (self.add_weight). Other numbers may "
-                "be attributes, such as self.steps += 1.",
+                f"the {step} with its own rows. What your code computes from several rows together "
+                "may differ from one device, such as float(loss) or a mean that it assigns to a "
+                "variable, and so may Booleans, lists, iterators and global variables that it "
+                "changes. Leave run_eagerly out, and keep such values in variables "
+                "(self.add_weight). A number may be an attribute, such as self.steps += 1.",
                 # The line of the user's program that calls `fit` or another method.
                 stacklevel=5,
             )

@@ -295,7 +295,7 @@ def test_eager_code_of_the_user_is_told_once_for_each_step(
     steps = ["train_step", "test_step", "predict_step"] if is_told else []
     assert len(of_chief) == len(steps)
     for step, message in zip(steps, of_chief, strict=True):
-        assert f"runs the Python code of the {step}. " in message
+        assert f"runs the Python code of the {step} with its own rows. " in message
     assert not any(of_others)
 
 

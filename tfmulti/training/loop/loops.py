@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from tfmulti.config.troubleshooting import documented
 from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
+from tfmulti.keras_patches.assignments import StatesOfMetrics
 from tfmulti.keras_patches.model_structure import IN_FIT, initial_epoch_of
 from tfmulti.keras_patches.variables import array_of
 from tfmulti.launch.heartbeat import heartbeat
@@ -262,13 +263,8 @@ def _epoch(
         if state.compares:
             state.wants_comparison = False
             clock.stop(state, training.feed)
-        state.metric_results = None
-        training.callbacks.on_train_batch_end(last, result.logs)
-        # Keras logs the results of the metrics at the end of the epoch, and a callback may have
-        # changed them.
-        changed: Logs = state.metric_results() if state.metric_results is not None else {}
-        if changed.keys() == progress.logs.keys():
-            progress.logs = changed
+        end = functools.partial(training.callbacks.on_train_batch_end, last, result.logs)
+        progress.logs = _logs_after(model, progress.logs, end)
         stops = _stops(model, votes_of(model, stop=bool(model.stop_training)), result.votes)
         if manager is not None and result.votes.checkpoint:
             progress.logs = as_floats(progress.logs)
@@ -279,6 +275,23 @@ def _epoch(
     progress.logs = as_floats(progress.logs)
     clock.stop(state, training.feed)
     return has_ended, stops
+
+
+def _logs_after(model: keras.Model, logs: Logs, call: Callable[[], None]) -> Logs:
+    """Calls the callbacks at the end of a batch, and returns the logs of the epoch so far.
+
+    Plain Keras logs the results of the metrics at the end of the epoch, and a callback may change
+    the metrics. On several workers the changes of the model's methods are followed, but not those
+    of a metric's `update_state`, because a callback may run on one worker alone.
+    """
+    state, before = state_of(model), StatesOfMetrics.changes
+    state.metric_results = None
+    call()
+    is_alone = placement_of(model.distribute_strategy).workers == 1
+    has_changed = is_alone and StatesOfMetrics.changes != before
+    results = model.get_metrics_result if has_changed else state.metric_results
+    changed: Logs = results() if results is not None else {}
+    return changed if changed.keys() == logs.keys() else logs
 
 
 def evaluate(
@@ -311,7 +324,8 @@ def evaluate(
             result = run(model, model.test_function, source, steps, votes)
         logs, batches = result.epoch_logs, last + 1
         lost = _lost_in_pass(model, feed, result, lost)
-        callbacks.on_test_batch_end(last, result.logs)
+        end = functools.partial(callbacks.on_test_batch_end, last, result.logs)
+        logs = _logs_after(model, logs, end)
         stops = _stops(model, votes_of(model, stop=bool(model.stop_evaluating)), result.votes)
         if stops:
             break

@@ -106,6 +106,7 @@ class TrainerState:
         run: the counts of the last `fit`.
         epoch: the times of its last epoch.
         traced: what tracing has told about the steps.
+        is_eager: whether the functions of the steps were made for eager mode.
         wants_comparison: whether a callback of this worker asks all workers to compare their times.
         compares: whether all workers compare their times after this execution, in
             `on_train_batch_end`. `epoch` then has the times of the epoch so far.
@@ -127,6 +128,7 @@ class TrainerState:
     run: RunCounts = field(default_factory=RunCounts)
     epoch: EpochTimes = field(default_factory=EpochTimes)
     traced: TracedStep = field(default_factory=TracedStep)
+    is_eager: bool = False
     wants_comparison: bool = False
     compares: bool = False
     verification: Any = None
