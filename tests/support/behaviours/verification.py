@@ -809,8 +809,12 @@ def _counting(*, eagerly: bool, squares: bool = False, **prepared: Any) -> Any:
 
 
 def steps_counted_in_python(mode: str) -> Any:
-    """Returns the history, with "eager" steps or in a "graph", and the warnings."""
-    return _counting(eagerly=mode == "eager")
+    """Returns the history, with "eager" steps or functions or in a "graph", and the warnings."""
+    tf.config.run_functions_eagerly(mode == "eager functions")
+    try:
+        return _counting(eagerly=mode == "eager")
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def steps_counted_in_passes(mode: str) -> Any:

@@ -239,7 +239,7 @@ def test_an_optimizer_is_built_with_empty_slots(results: list[Any], one_device: 
         assert [verdict, losses] == ["same", pytest.approx(one_device[1], rel=1e-5)]
 
 
-@pytest.mark.parametrize("case", ["graph", "eager"])
+@pytest.mark.parametrize("case", ["graph", "eager", "eager functions"])
 @behaviour(verification.steps_counted_in_python, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_all_replicas_count_as_one_device(results: list[Any], one_device: Any, case: str) -> None:
     is_told = [bool(told) for _, told in results]
