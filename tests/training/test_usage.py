@@ -182,6 +182,18 @@ def test_a_saved_model_is_plain_keras_and_trains_on(results: list[Any]) -> None:
     assert all(worker == ["Sequential", True, True, True] for worker in results)
 
 
+@pytest.mark.parametrize(
+    "case", ["before fit", "rate in a callback", "before evaluate", "before predict"]
+)
+@behaviour(usage.weights_set_on_the_chief_alone, at=[TWO_WORKERS])
+def test_workers_with_different_weights_are_told(errors: list[list[str]], case: str) -> None:
+    name = "learning_rate" if case == "rate in a callback" else "kernel"
+    for kind, message in errors:
+        assert kind == "ModelError"
+        assert message.startswith("the workers have different weights: ")
+        assert f"{name}' has other values on worker 1 than on the chief" in message
+
+
 @behaviour(usage.dataset_shorter_than_an_epoch, at=few(TWO_WORKERS, of=SEVERAL))
 def test_a_dataset_that_ends_early_ends_the_epoch(results: list[Any]) -> None:
     assert all(worker == 2 for worker in results)

@@ -58,6 +58,7 @@ from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import loops, same_data
 from tfmulti.training.loop.keras_limits import feed_within_limit, limited_epochs
 from tfmulti.training.loop.notes import Notes
+from tfmulti.training.loop.same_weights import check_same_weights
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -541,6 +542,7 @@ class DistributedModel(keras.Model):
             model_checks.build(self, feed.data.specs, step="test_step")
             count = _steps_of(feed, steps)
             if not in_fit:
+                check_same_weights(self)
                 Notes(self, verbose).tell_steps(x, feed, "steps", steps)
             callback_list = _callback_list(self, callbacks, verbose, 1, count)
             self.make_test_function()
@@ -575,6 +577,7 @@ class DistributedModel(keras.Model):
         feed, steps = feed_within_limit(data, self._placement, reading)
         if self._placement.workers > 1:
             same_data.check_same_data(self, feed)
+        check_same_weights(self)
         count = _steps_of(feed, steps)
         if steps is not None:
             Notes(self, verbose).tell_steps(x, feed, "steps", steps)

@@ -784,6 +784,27 @@ def saved_loaded_and_trained_again() -> Any:
     ]
 
 
+def weights_set_on_the_chief_alone(when: str) -> Any:
+    """The chief alone sets weights or the rate; then all workers call `fit` or another method."""
+    model = classifier()
+    is_chief = here.placement.is_chief
+
+    class Set(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if is_chief and when == "rate in a callback":
+                self.model.optimizer.learning_rate = 0.5
+
+    fit(model)
+    if is_chief and when != "rate in a callback":
+        model.set_weights([2 * value for value in model.get_weights()])
+    if when == "before evaluate":
+        model.evaluate(X, Y, verbose=0)
+    elif when == "before predict":
+        model.predict(X, verbose=0)
+    else:
+        fit(model, epochs=2, callbacks=[Set()])
+
+
 def fit_without_compile() -> Any:
     with here.strategy.scope():
         model = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
