@@ -182,6 +182,11 @@ def test_a_saved_model_is_plain_keras_and_trains_on(results: list[Any]) -> None:
     assert all(worker == ["Sequential", True, True, True] for worker in results)
 
 
+@behaviour(usage.a_second_model_that_is_not_prepared, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_model_that_is_not_prepared_is_told_once(results: list[Any], place: str) -> None:
+    assert results == [[0, 0, int(place == TWO_REPLICAS), 0]]
+
+
 @pytest.mark.parametrize(
     "case", ["before fit", "rate in a callback", "before evaluate", "before predict"]
 )
@@ -201,6 +206,7 @@ def test_a_dataset_that_ends_early_ends_the_epoch(results: list[Any]) -> None:
 
 MISTAKES = [
     (usage.fit_without_compile, "ModelError", "Call model.compile"),
+    (usage.train_function_by_hand, "ModelError", "is called by fit and evaluate alone"),
     (usage.prepare_a_function, "ModelError", "takes a keras.Model, not a function"),
     (usage.overridden_make_train_function, "ModelError", "Override train_step instead"),
     (usage.distributed_dataset, "ModelError", "Give the tf.data.Dataset of global batches"),

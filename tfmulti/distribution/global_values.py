@@ -830,8 +830,8 @@ class _Builder:
         if losses.in_passes():
             raise ModelError(
                 "the step computes a value from all rows of a batch together, which --microbatches "
-                "splits. Return a value for each example from its own row, or leave --microbatches "
-                "out."
+                "splits. Return a value for each example from its own row, let the optimizer clip "
+                "gradients (global_clipnorm=…), or leave --microbatches out."
             )
 
     def _again(self, value: tf.Tensor, inputs: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -12,6 +12,7 @@ from tfmulti.keras_patches import (
     metrics,
     optimizers,
     random_numbers,
+    unprepared_models,
     variables,
 )
 from tfmulti.keras_patches.cpu_speed import installation as cpu_speed
@@ -27,6 +28,7 @@ PATCHES = (
     batch_normalization,
     random_numbers,
     optimizers,
+    unprepared_models,
     variables,
     cpu_speed,
 )
@@ -36,8 +38,9 @@ def install() -> None:
     """Replaces functions of Keras and TensorFlow by versions that know about replicas.
 
     The patches stay for the life of the process, and further calls change nothing. Outside a step
-    of a prepared model the patched functions behave as before. With one replica they do so inside
-    a step, too, except for the faster forms of `cpu_speed`.
+    of a prepared model the patched functions behave as before, except for the warning of
+    `unprepared_models`. With one replica they do so inside a step, too, except for the faster forms
+    of `cpu_speed`.
     """
     warn_of_untested()
     for patch in PATCHES:

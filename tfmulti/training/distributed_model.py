@@ -317,7 +317,8 @@ class DistributedModel(keras.Model):
         count = state_of(self).options.microbatches
         if count == 1 or not self._placement.is_chief:
             return
-        if any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers_of(self)):
+        layers = (layer for layer in layers_of(self) if layer.trainable)
+        if any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
             warnings.warn(
                 f"microbatches={count}: BatchNormalization takes its statistics from one "
                 "microbatch at a time, so the numbers differ from those of one device. Normalize "

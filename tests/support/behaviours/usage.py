@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -784,6 +785,29 @@ def saved_loaded_and_trained_again() -> Any:
     ]
 
 
+def a_second_model_that_is_not_prepared() -> Any:
+    """Returns the warnings of a model in the scope that shares a layer with a prepared model."""
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(4)(inputs)
+        encoder = keras.Model(inputs, hidden)
+        encoder.compile("sgd", "mse")
+        model = prepare(keras.Model(inputs, keras.layers.Dense(3, "softmax")(hidden)))
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    found = []
+    for call in (
+        lambda: fit(model),
+        lambda: encoder.predict(X, verbose=0),
+        lambda: encoder.fit(X, X[:, :4], verbose=0),
+        lambda: encoder.evaluate(X, X[:, :4], verbose=0),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        found.append(["is not prepared" in str(w.message) for w in caught].count(True))
+    return found
+
+
 def weights_set_on_the_chief_alone(when: str) -> Any:
     """The chief alone sets weights or the rate; then all workers call `fit` or another method."""
     model = classifier()
@@ -809,6 +833,12 @@ def fit_without_compile() -> Any:
     with here.strategy.scope():
         model = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))
     fit(model)
+
+
+def train_function_by_hand() -> Any:
+    model = classifier()
+    model.make_train_function()
+    model.train_function(iter(tf.data.Dataset.from_tensors((X, Y))))
 
 
 def prepare_a_function() -> Any:

@@ -1130,11 +1130,14 @@ def passes_with_losses_of_layers() -> Any:
 
 
 def warnings_of_passes_that_normalize() -> Any:
-    """Returns how many warnings `fit` gives with BatchNormalization: in one pass, and in two."""
+    """Returns how many warnings `fit` gives with BatchNormalization.
+
+    There is one pass, then two, and then two with a layer that does not train.
+    """
     found = []
-    for passes in (1, 2):
+    for passes, trains in ((1, True), (2, True), (2, False)):
         with here.strategy.scope():
-            layers = [keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+            layers = [keras.layers.BatchNormalization(trainable=trains), keras.layers.Dense(3)]
             model = keras.Sequential([keras.Input((6,)), *layers])
             model.compile("sgd", "mse")
         prepare(model, microbatches=passes)

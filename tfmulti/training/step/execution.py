@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfmulti.distribution import connections
 from tfmulti.distribution.strategies import placement_of
+from tfmulti.errors import ModelError
 from tfmulti.keras_patches import installation
 from tfmulti.keras_patches.random_numbers import step_generator
 from tfmulti.keras_patches.tracing import optimized_once
@@ -98,7 +99,13 @@ class Execution:
             self.several = without_autograph(self._several)
         self.one_and_next = without_autograph(self._one_and_next)
 
-    def __call__(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
+    def __call__(self, source: Any, steps: int = 0, votes: Sequence[int] = ()) -> StepResult:
+        if not steps:
+            name = self._name.replace("step", "function")
+            raise ModelError(
+                f"the {name} of a prepared model is called by fit and evaluate alone. Call "
+                "model.train_on_batch or model.test_on_batch for a batch of your own."
+            )
         with connections.own_errors(self._placement), optimized_once():
             result = whole_batch.with_new_functions(
                 lambda: self._call(source, steps, votes), self._compile
