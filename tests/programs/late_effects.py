@@ -193,6 +193,28 @@ def dropout_of_centered_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
     return entropy(y, model(keras.random.dropout(rows, 0.3, seed=model.seeds)))
 
 
+class Drawing(Late):
+    """Draws a number for each pair of rows in evaluations."""
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        rows = tf.shape(x)[0]
+        pairs = keras.random.normal((rows, rows), seed=self.seeds, dtype="float64")
+        return {"found": entropy(y, self(x + pairs @ x))}
+
+
+@program("Draws for pairs of rows, and of a shape that is a tensor", **EXACT)
+def draws_of_other_shapes() -> Made:
+    """Each replica draws for all pairs of rows in an evaluation, which computes the whole batch."""
+    shape = tf.constant([2, 4])
+
+    def loss(model: Drawing, x: Any, y: Any, late: Any) -> Any:
+        drawn = keras.random.normal(shape, seed=model.seeds, dtype="float64")
+        return entropy(y, model(x + late * tf.reduce_mean(drawn, 0)))
+
+    return Made(Drawing(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+
 @_late("Mixing of rows before a network with dropout")
 def dropout_of_mixed_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Rows that are mixed with the next one and with those in the reverse order; running sums."""

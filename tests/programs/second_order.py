@@ -238,6 +238,30 @@ def attack_in_a_direction_of_all_rows() -> Made:
     return Made(model, {"optimizer": adam()}, fit(*DATA), evaluate=evaluated)
 
 
+class ByOutputs(Adapted):
+    """Moves the outputs of a layer, which are centered over the batch, by their gradient."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        with tf.GradientTape() as tape:
+            hidden = self.hidden(x)
+            centered = hidden - tf.reduce_mean(hidden, axis=0)
+            before = losses(y, self.last(centered))
+        moved = centered + tape.gradient(before, centered)
+        weights = self.last.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = losses(y, self.last(tf.stop_gradient(moved)))
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@program("virtual adversarial training of features", expects=r"Call tape\.watch\(tensor\)")
+def gradient_by_outputs_that_no_tape_watches() -> Made:
+    """A gradient by outputs of a layer that depend on all rows."""
+    return _made(ByOutputs())
+
+
 class StepsInALoop(Adapted):
     """Takes inner steps in a loop, through which the replicas cannot exchange values."""
 

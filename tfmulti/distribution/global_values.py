@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -266,48 +265,75 @@ def gradient(
     if not are_known(replica_slice):
         return compute(target, sources, **options)
     builder = _Builder(replica_slice, tf.compat.v1.get_default_graph())
-    sources = tf.nest.map_structure(builder.watched_instead, sources)
+    sources = builder.watched_instead(sources)
     kinds = {label_of(t).kind for t in targets}
     for value in targets:
         note_unknown(replica_slice, value)
         for name in row_labels.custom_gradients_behind(value):
             replica_slice.note_unknown(f"the custom gradient {name!r}")
-    by_rows = all(_is_of_rows(source) for source in tf.nest.flatten(sources))
-    if kinds <= {Kind.ROWS} and by_rows:
+    flat_sources = tf.nest.flatten(sources)
+    if kinds <= {Kind.ROWS} and all(map(_is_of_rows, flat_sources)):
         return _gradient_of_sums(replica_slice, compute, target, sources, **options)
     is_linear = kinds <= {Kind.ALIKE, Kind.MEAN, Kind.LOCAL}
-    # The values of the global batch are built from the rows, and do not depend on such sources.
-    are_unknown = [_is_of_several_rows(s) for s in tf.nest.flatten(sources)]
+    are_unknown = list(map(_is_of_several_rows, flat_sources))
     if is_linear or all(are_unknown):
         gradients = compute(target, sources, **options)
     else:
-        built = [builder.summed(t) for t in targets]
-        leaves = builder.leaves_behind(built)
-        seeds = tf.gradients(built, leaves, stop_gradients=leaves)
-        pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
-        # An outer tape records no lookups, so their gradients are dense there.
-        are_lookups = [isinstance(seed, tf.IndexedSlices) and not is_recorded for _, seed in pairs]
-        lookups = list(itertools.compress(pairs, are_lookups))
-        pairs = list(itertools.compress(pairs, map(operator.not_, are_lookups)))
-        options["output_gradients"] = [
-            builder.factor_on_tape(seed) if is_recorded else seed for _, seed in pairs
-        ]
-        gradients = compute([leaf for leaf, _ in pairs], sources, **options)
-        if lookups:
-            gradients = _with_lookups(gradients, sources, lookups)
+        gradients = _gradient_of_built(builder, compute, targets, sources, is_recorded, options)
     results = _by_source(replica_slice, sources, gradients)
     if any(are_unknown):
         replica_slice.note_unknown(_BY_SEVERAL_ROWS)
-        flat_sources, flat_results = tf.nest.flatten(sources), tf.nest.flatten(results)
-        for is_unknown, source, value in zip(are_unknown, flat_sources, flat_results, strict=True):
-            if is_unknown and isinstance(value, tf.Tensor):
-                row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
-            elif is_unknown and builder.has_built(source):
-                raise ModelError(
-                    f"the step takes {_BY_SEVERAL_ROWS}, such as the output of a layer that mixes "
-                    "rows. Call tape.watch(tensor) before you use the tensor."
-                )
+        unknown = itertools.compress(
+            zip(flat_sources, tf.nest.flatten(results), strict=True), are_unknown
+        )
+        for source, value in unknown:
+            _mark_unknown(builder, source, value)
     return results
+
+
+def _gradient_of_built(
+    builder: _Builder,
+    compute: Gradient,
+    targets: Sequence[tf.Tensor],
+    sources: Any,
+    is_recorded: bool,
+    options: dict[str, Any],
+) -> Any:
+    """Returns the gradient of values of the global batch, which no tape has recorded.
+
+    The gradients by those tensors of the step from which the values are built go on by the tape.
+    """
+    built = [builder.summed(t) for t in targets]
+    leaves = builder.leaves_behind(built)
+    seeds = tf.gradients(built, leaves, stop_gradients=leaves)
+    pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
+    if is_recorded:
+        # An outer tape records no lookups, so their gradients are dense.
+        own = [builder.factor_on_tape(seed) for _, seed in pairs]
+        options = options | {"output_gradients": own}
+        return compute([leaf for leaf, _ in pairs], sources, **options)
+    lookups = [pair for pair in pairs if isinstance(pair[1], tf.IndexedSlices)]
+    others = [pair for pair in pairs if not isinstance(pair[1], tf.IndexedSlices)]
+    options = options | {"output_gradients": [seed for _, seed in others]}
+    gradients = compute([leaf for leaf, _ in others], sources, **options)
+    return _with_lookups(gradients, sources, lookups) if lookups else gradients
+
+
+def _mark_unknown(builder: _Builder, source: tf.Tensor, value: Any) -> None:
+    """Labels a gradient by a tensor of several rows that no tape watches, or refuses it.
+
+    Values of the global batch are built from the rows, and do not depend on such a tensor.
+
+    Raises:
+        ModelError: there is no gradient, since the target was built again.
+    """
+    if isinstance(value, tf.Tensor):
+        row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
+    elif builder.has_built(source):
+        raise ModelError(
+            f"the step takes {_BY_SEVERAL_ROWS}, such as the output of a layer that mixes rows. "
+            "Call tape.watch(tensor) before you use the tensor."
+        )
 
 
 def _with_lookups(gradients: Any, sources: Any, lookups: Sequence[tuple[tf.Tensor, Any]]) -> Any:
@@ -543,10 +569,14 @@ class _Builder:
         """Returns whether values of the global batch were built from a value built again."""
         return value.name in self._built.rows or value.name in self._built.globals
 
-    def watched_instead(self, source: Any) -> Any:
-        """Returns what a tape watches in place of a source, or the source itself."""
-        is_tensor = isinstance(source, tf.Tensor)
-        return self._built.watched.get(source.name, source) if is_tensor else source
+    def watched_instead(self, sources: Any) -> Any:
+        """Returns sources with those tensors that tapes watch in their place (`watched`)."""
+        watched = self._built.watched
+
+        def instead(source: Any) -> Any:
+            return watched.get(source.name, source) if isinstance(source, tf.Tensor) else source
+
+        return tf.nest.map_structure(instead, sources) if watched else sources
 
     def summed(self, target: tf.Tensor) -> tf.Tensor:
         """Returns a value with the gradient of the sum of a target's numbers on all replicas."""
