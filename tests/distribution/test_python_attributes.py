@@ -86,9 +86,26 @@ class Configured(keras.layers.Layer):
         self.flag, self.scale, self.function = False, None, twice
         self.table, self.options, self.sizes = np.ones(3), {"power": 1}, [1, 2]
         self.notes: Any = None
+        self.odd, self.helper = np.array([1.0, np.nan]), None
+
+    def note(self) -> Any:
+        return self.notes
+
+    def helped(self) -> Any:
+        return self.helper
 
     def call(self, x: Any) -> Any:
-        return [x, self.flag, self.scale, self.function, self.table, self.options, self.sizes]
+        self.helped()
+        return [
+            x,
+            self.odd,
+            self.flag,
+            self.scale,
+            self.function,
+            self.table,
+            self.options,
+            self.sizes,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +116,12 @@ class Configured(keras.layers.Layer):
         (lambda layer: setattr(layer, "function", np.abs), "function"),
         (lambda layer: layer.table.fill(0.0), "table"),
         (lambda layer: layer.options.update({"power": 2}), "options"),
-        (lambda layer: layer.sizes.append(3), "sizes"),
-        (lambda layer: setattr(layer, "notes", "read by nothing"), None),
+        (lambda layer: layer.sizes.__setitem__(0, 3), "sizes"),
+        (lambda layer: layer.sizes.append(3), None),
+        (lambda layer: layer.options.update({"a": layer.options}), None),
+        (lambda layer: setattr(layer, "odd", np.array([1.0, np.nan])), None),
+        (lambda layer: setattr(layer, "helper", twice), "helper"),
+        (lambda layer: setattr(layer, "notes", "read by a method that no step calls"), None),
         (lambda layer: setattr(layer, "table", np.ones(3)), None),
         (lambda layer: layer(np.ones(2)), None),
     ],

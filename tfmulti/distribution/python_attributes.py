@@ -37,7 +37,7 @@ def read_for_steps(objects: Iterable[Any]) -> Attributes:
     """Returns what a compiled step may keep of objects, for `first_new_value`.
 
     These are numbers and texts, and the other values that a step may read: Booleans, None,
-    functions, arrays and collections of the user's objects, if one of the user's methods names
+    functions, arrays and collections of the user's objects, if a method that a step may call names
     them, and settings of Keras' layers and optimizers, such as an activation.
     """
     return [(owner, {**_settings_of(owner), **_numbers_of(owner)}) for owner in objects]
@@ -46,46 +46,76 @@ def read_for_steps(objects: Iterable[Any]) -> Attributes:
 def _settings_of(owner: Any) -> dict[str, Any]:
     """Returns an object's attributes that are no numbers or texts, and that a step may read."""
     own = [cls for cls in type(owner).__mro__ if not cls.__module__.startswith(_LIBRARIES)]
-    named = set().union(*map(_names_in_methods, own)) if own else set()
-    of_keras = _of_keras()
+    named = _named_in_steps(tuple(own))
     return {
         name: _copied(value)
         for name, value in vars(owner).items()
-        if name not in of_keras
+        if name not in _of_keras()
         and (name in named if own else not name.startswith("_"))
-        and (value is None or isinstance(value, _SETTINGS if own else _SETTINGS_OF_KERAS))
+        and _is_setting(value, is_of_user=bool(own))
     }
 
 
+def _is_setting(value: Any, *, is_of_user: bool) -> bool:
+    """Returns whether `_is_new` compares a value."""
+    if isinstance(value, tf.Tensor):
+        return not tf.is_symbolic_tensor(value)
+    if isinstance(value, np.ndarray):
+        return is_of_user and value.dtype.kind in "biufc" and value.size <= _MOST_ITEMS
+    if isinstance(value, (list, tuple, dict)):
+        return is_of_user and len(value) <= _MOST_ITEMS
+    return value is None or isinstance(value, (bool, *_FUNCTIONS))
+
+
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_SETTINGS_OF_KERAS = (bool, tf.Tensor, *_FUNCTIONS)
-_SETTINGS = (*_SETTINGS_OF_KERAS, np.ndarray, list, tuple, dict)
-# Larger arrays and collections are data, and would take time to copy.
+# Larger arrays and collections are data, and would take time to copy and to compare.
 _MOST_ITEMS = 1000
-# These methods run before a step.
-_BEFORE_STEPS = {"__init__", "build", "compile", "from_config"}
+# The methods by which a step begins to run the code of a model, a layer, a loss or a metric.
+_OF_STEPS = frozenset(
+    [
+        "__call__",
+        "call",
+        "train_step",
+        "test_step",
+        "predict_step",
+        "compute_loss",
+        "compute_metrics",
+        "update_state",
+        "result",
+        "update_step",
+    ]
+)
 
 
 @functools.cache
-def _names_in_methods(cls: type) -> frozenset[str]:
-    """Returns the names of attributes that the methods of a class name."""
-    methods = [v for name, v in vars(cls).items() if name not in _BEFORE_STEPS]
-    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return frozenset(names)
+def _named_in_steps(classes: tuple[type, ...]) -> frozenset[str]:
+    """Returns the names of attributes in the methods that a step may call.
+
+    These are the methods of a step, and those that such a method names. If a class has no method of
+    a step, they are all of its methods.
+    """
+    methods: dict[str, list[types.CodeType]] = {}
+    for cls in classes:
+        for name, value in vars(cls).items():
+            if hasattr(value, "__code__"):
+                methods.setdefault(name, []).append(value.__code__)
+    found: set[str] = set()
+    to_read = [name for name in methods if name in _OF_STEPS] or list(methods)
+    while to_read:
+        codes = methods.pop(to_read.pop(), [])
+        while codes:
+            code = codes.pop()
+            found.update(code.co_names)
+            codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+        to_read += [name for name in methods if name in found]
+    return frozenset(found)
 
 
 def _copied(value: Any) -> Any:
-    """Returns a copy of a value that may be changed in place, or a large value as it is."""
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.size <= _MOST_ITEMS else value
-    if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
-        return dict(value)
-    return list(value) if isinstance(value, list) and len(value) <= _MOST_ITEMS else value
+    """Returns a copy of a value that may be changed in place."""
+    if isinstance(value, (np.ndarray, dict)):
+        return dict(value) if isinstance(value, dict) else value.copy()
+    return list(value) if isinstance(value, list) else value
 
 
 def _numbers_of(owner: Any) -> dict[str, Any]:
@@ -170,31 +200,41 @@ def first_new_value(attributes: Attributes) -> str | None:
             # TensorFlow counts in an attribute how often a `tf.train.Checkpoint` was written.
             is_public = not name.startswith("_self_" if is_own else "_")
             counts = is_public and name not in _of_keras()
-            if is_trainable or (counts and _differ(value, current)):
+            if is_trainable or (counts and _is_new(value, current)):
                 of = f" of {owner.name!r}" if isinstance(owner, keras.layers.Layer) else ""
                 return f"{type(owner).__name__}.{name.removeprefix('_')}{of}"
     return None
 
 
 def _is_new(value: Any, current: Any) -> bool:
-    """Returns whether a value that `_settings_of` gave has become another one."""
+    """Returns whether a value that `_settings_of` gave has become another one.
+
+    Of collections the entries are compared. One that has got more entries may collect values while
+    a step is traced.
+    """
     if isinstance(value, np.ndarray) and isinstance(current, np.ndarray):
-        return not np.array_equal(value, current)
+        is_same = value.dtype == current.dtype and value.shape == current.shape
+        return not (is_same and np.array_equal(value, current, equal_nan=True))
     if isinstance(value, dict) and isinstance(current, dict):
-        return value.keys() != current.keys() or any(_differ(value[k], current[k]) for k in value)
+        is_same = value.keys() == current.keys()
+        return is_same and any(_is_other_entry(value[key], current[key]) for key in value)
     if isinstance(value, (list, tuple)) and isinstance(current, (list, tuple)):
-        return len(value) != len(current) or any(map(_differ, value, current))
-    if isinstance(value, bool) and isinstance(current, bool):
-        return value != current
+        return len(value) == len(current) and any(map(_is_other_entry, value, current))
     if value is None:
-        return isinstance(current, (int, float, str, np.ndarray, *_SETTINGS_OF_KERAS))
+        is_collection = isinstance(current, (list, tuple, dict))
+        is_setting = current is not None and _is_setting(current, is_of_user=True)
+        return isinstance(current, (int, float, str)) or (is_setting and not is_collection)
     if isinstance(value, _FUNCTIONS):
-        return (callable(current) and current != value) or current is None
-    return isinstance(value, tf.Tensor) and current is not value
+        return current is None or (callable(current) and current != value)
+    if isinstance(value, tf.Tensor) and isinstance(current, tf.Tensor):
+        return not tf.is_symbolic_tensor(current) and current is not value
+    return _is_other_entry(value, current)
 
 
-def _differ(value: Any, current: Any) -> bool:
-    return _is_other(value, current) or _is_new(value, current)
+def _is_other_entry(value: Any, current: Any) -> bool:
+    """Returns whether a number, a text or a Boolean has become another one."""
+    are_booleans = isinstance(value, bool) and isinstance(current, bool)
+    return (are_booleans and value != current) or _is_other(value, current)
 
 
 def _has_switched(owner: Any, before: dict[str, Any]) -> bool:

@@ -178,7 +178,7 @@ class _Search:
             parts = [value.func, *value.args, *value.keywords.values()]
             self._add([(part, name, _not_replaceable) for part in parts])
         # A `tf.function` holds the user's function in this attribute.
-        elif hasattr(value, "python_function") and not self._is_known(value):
+        elif hasattr(type(value), "python_function") and not self._is_known(value):
             self._add([(value.python_function, name, put)])
         elif _has_state(value) and not self._is_known(value):
             self._look_at_object(value)
