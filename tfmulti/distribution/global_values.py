@@ -41,7 +41,7 @@ from tfmulti.distribution.replica_context import (
     mark_of_tape,
     sum_with_gradient,
 )
-from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
 from tfmulti.distribution.row_rules import Kind, Label, counts_own_rows, varying_inputs
 from tfmulti.errors import ModelError
@@ -57,6 +57,7 @@ class _Built:
         rows: this replica's rows, computed with values of the global batch.
         leaves: tensors of the user's step from which the others were built.
         watched: the values of one device by which tapes differentiate in place of the step's own.
+        begun: how many operations the graph had when each tape began to record, by its id.
         mixes: whether replicas may use a value of the global batch differently. This is so if
             `rows` depend on other rows by more than their number.
     """
@@ -66,6 +67,7 @@ class _Built:
     rows: dict[str, tf.Tensor] = field(default_factory=dict)
     leaves: dict[str, tf.Tensor] = field(default_factory=dict)
     watched: dict[str, tf.Tensor] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
     mixes: bool = False
 
 
@@ -208,6 +210,20 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
         replica_slice.note_unknown(label.reason)
 
 
+def note_tape(replica_slice: ReplicaSlice, tape: int) -> None:
+    """Notes that a tape, which has an id, begins to record now."""
+    if are_known(replica_slice):
+        _Builder(replica_slice, tf.compat.v1.get_default_graph()).note_tape(tape)
+
+
+def is_outside_of_tape(replica_slice: ReplicaSlice, value: Any, tape: int) -> bool:
+    """Returns whether a tensor was computed before a tape began to record."""
+    if not are_known(replica_slice) or not isinstance(value, tf.Tensor):
+        return False
+    with _builder_of(replica_slice, value) as builder:
+        return builder.is_outside_of_tape(value, tape)
+
+
 def watched_by_tape(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns the value of one device by which a tape differentiates in place of a watched tensor.
 
@@ -224,6 +240,8 @@ def watched_by_tape(replica_slice: ReplicaSlice, value: Any) -> Any:
 
 
 Gradient = Callable[..., Any]
+# The id of the tape that this thread asks for a gradient, or None.
+_tape: PerThread[int | None] = PerThread(None)
 _BY_SEVERAL_ROWS = "a gradient by a tensor that is computed from several rows"
 
 
@@ -233,6 +251,7 @@ def gradient(
     target: Any,
     sources: Any,
     *,
+    tape: int | None = None,
     is_recorded: bool = False,
     **options: Any,
 ) -> Any:
@@ -247,6 +266,7 @@ def gradient(
         target: the tensor or tensors to differentiate. A tensor of several values stands for their
             sum.
         sources: variables or tensors.
+        tape: the id of the tape.
         is_recorded: whether a tape records the gradient, and may differentiate it once more.
         **options: further arguments of `GradientTape.gradient`.
 
@@ -255,7 +275,7 @@ def gradient(
     """
 
     def compute(*args: Any, **given: Any) -> Any:
-        with losses.is_recorded.set_to(is_recorded):
+        with losses.is_recorded.set_to(is_recorded), _tape.set_to(tape):
             return original(*args, **given)
 
     targets = [t for t in tf.nest.flatten(target) if isinstance(t, tf.Tensor)]
@@ -279,7 +299,8 @@ def gradient(
     if is_linear or all(are_unknown):
         gradients = compute(target, sources, **options)
     else:
-        gradients = _gradient_of_built(builder, compute, targets, sources, is_recorded, options)
+        with _tape.set_to(tape):
+            gradients = _gradient_of_built(builder, compute, targets, sources, is_recorded, options)
     results = _by_source(replica_slice, sources, gradients)
     if any(are_unknown):
         replica_slice.note_unknown(_BY_SEVERAL_ROWS)
@@ -305,7 +326,7 @@ def _gradient_of_built(
     """
     built = [builder.summed(t) for t in targets]
     leaves = builder.leaves_behind(built)
-    seeds = tf.gradients(built, leaves, stop_gradients=leaves)
+    seeds = builder.gradients(built, leaves)
     pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
     if is_recorded:
         # An outer tape records no lookups, so their gradients are dense.
@@ -525,7 +546,7 @@ class _Builder:
         @custom_gradient
         def identity(value: tf.Tensor, *_: tf.Tensor) -> Any:
             def back(upstream: tf.Tensor) -> Any:
-                gradients = tf.gradients(built, leaves, upstream, stop_gradients=leaves)
+                gradients = self.gradients(built, leaves, upstream)
                 if losses.is_recorded.get():
                     self._leaf(upstream)
                     gradients = [
@@ -547,6 +568,37 @@ class _Builder:
         value = self.on_tape(built)
         self._built.mixes = self._built.mixes or value is not built
         return value
+
+    def gradients(self, built: Any, leaves: Sequence[tf.Tensor], upstream: Any = None) -> list[Any]:
+        """Returns the gradients of built values by tensors of the user's step.
+
+        What was computed before the tape began to record is a constant for it.
+        """
+        stops = [*leaves, *self._constants(leaves)]
+        found: list[Any] = tf.gradients(built, leaves, upstream, stop_gradients=stops)
+        return found
+
+    def note_tape(self, tape: int) -> None:
+        """Notes that a tape, which has an id, begins to record now."""
+        self._built.begun[tape] = len(self._graph.get_operations())
+
+    def is_outside_of_tape(self, value: tf.Tensor, tape: int) -> bool:
+        """Returns whether a tensor was computed before a tape began to record."""
+        return value.op in self._graph.get_operations()[: self._built.begun.get(tape, 0)]
+
+    def _constants(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns what was built from operations before the tape, without forms of the leaves."""
+        count = self._built.begun.get(_tape.get() or 0, 0)
+        first = {op.name for op in self._graph.get_operations()[:count]}
+        of_leaves = {leaf.name for leaf in leaves}
+        of_leaves |= {name for name, new in self._built.watched.items() if new.name in of_leaves}
+        built = self._built
+        return [
+            tensor
+            for table in (built.averages, built.globals, built.rows)
+            for name, tensor in table.items()
+            if name.rpartition(":")[0] in first and name not in of_leaves and tensor.name != name
+        ]
 
     def watched(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value of one device, or this replica's rows of it, by which to differentiate.

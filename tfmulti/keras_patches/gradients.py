@@ -26,8 +26,12 @@ from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.patching import in_replica_slice, replace
 
 
+_stopped = tf.GradientTape.stop_recording
+
+
 def install() -> None:
     """Patches the methods of `tf.GradientTape`, and the gradients of `tf.recompute_grad`."""
+    replace(tf.GradientTape, "__enter__", in_replica_slice(_enter))
     replace(tf.GradientTape, "watch", in_replica_slice(_watch))
     replace(tf.GradientTape, "stop_recording", in_replica_slice(_stop_recording))
     replace(tf.GradientTape, "gradient", _gradient)
@@ -41,9 +45,18 @@ def _watch(
     """Watches a tensor, and its value on one device if it depends on several rows."""
     original(tape, tensor)
     for value in tf.nest.flatten(tensor, expand_composites=True):
-        of_one_device = global_values.watched_by_tape(replica_slice, value)
+        is_outside = global_values.is_outside_of_tape(replica_slice, value, id(tape))
+        # The tape has not recorded how the value was computed, but an outer tape may have.
+        with _stopped(tape) if is_outside else contextlib.nullcontext():
+            of_one_device = global_values.watched_by_tape(replica_slice, value)
         if of_one_device is not value:
             original(tape, of_one_device)
+
+
+def _enter(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape) -> Any:
+    """Notes where the tape begins, since it differentiates by nothing that was computed before."""
+    global_values.note_tape(replica_slice, id(tape))
+    return original(tape)
 
 
 @contextlib.contextmanager
@@ -87,6 +100,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             compute,
             target,
             sources,
+            tape=id(self),
             is_recorded=recorded,
             output_gradients=output_gradients,
             unconnected_gradients=unconnected_gradients,
