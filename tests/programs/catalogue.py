@@ -123,6 +123,7 @@ CORE = (
     "loop_by_hand_after_fit",
     "metrics_changed_by_a_callback",
     "counts_of_a_callback",
+    "scaled_losses_of_a_step",
     "replaced_call",
     "running_minimum",
     "images_without_channels",

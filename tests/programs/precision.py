@@ -49,6 +49,36 @@ def masked_batch_normalization() -> Made:
     )
 
 
+class ScaledLosses(keras.Model):
+    """Scales its loss by the optimizer, and logs the scaled loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.last = layers.Dense(5, "tanh"), layers.Dense(3, "softmax")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.hidden(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, weights), weights)
+        return {"loss": loss, "scaled": scaled}
+
+
+@program("Keras guide: Mixed precision, with a train_step", tolerance=1e-12, floatx="float64")
+def scaled_losses_of_a_step() -> Made:
+    """A loss scale that grows in a train_step, for an optimizer that Keras builds in its trace."""
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8, dynamic_growth_steps=2
+    )
+    given = {"optimizer": optimizer, "loss": SPARSE}
+    return Made(ScaledLosses(), given, fit(X.astype("float64"), Y, epochs=3))
+
+
 @program("Keras: set_floatx, with masks and noise", tolerance=1e-12, floatx="float64")
 def masked_losses_and_noise() -> Made:
     """A mean over masked steps, and normal noise."""

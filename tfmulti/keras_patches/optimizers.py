@@ -30,6 +30,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfmulti.distribution import collectives, custom_steps, global_values, replica_threads
 from tfmulti.distribution.replica_slice import ReplicaSlice, partial
+from tfmulti.distribution.strategies import run_on_replicas
 from tfmulti.errors import ModelError
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.cpu_speed import updates
@@ -214,13 +215,18 @@ class _ReducesFirst(_UpdatesReplica):
 
     def apply(self, grads: Gradients, trainable_variables: Any = None) -> Any:
         """Reduces the gradients and applies them, unless the `take` function keeps them."""
-        strategy = None if tf.distribute.has_strategy() else strategy_of(self)
-        if strategy is not None and strategy.num_replicas_in_sync > 1:
+        strategy = strategy_of(self)
+        is_in_step = tf.distribute.has_strategy() and tf.distribute.get_replica_context()
+        if strategy is not None and strategy.num_replicas_in_sync > 1 and not is_in_step:
             # A loop of the user's own calls this. Its gradients are those of one device.
             if self._tfmulti_take(self, grads, trainable_variables):
                 return None
-            with strategy.scope():
-                return super().apply(grads, trainable_variables)  # type: ignore[misc]
+            if not self.built:  # type: ignore[attr-defined]
+                with strategy.scope():
+                    self.build(trainable_variables)
+            apply = functools.partial(super().apply, grads, trainable_variables)  # type: ignore[misc]
+            run_on_replicas(strategy, apply)
+            return self.iterations  # type: ignore[attr-defined]
         if tf.distribute.get_replica_context() is not None:
             _refuse_overwritten(trainable_variables or self._trainable_variables)  # type: ignore[attr-defined]
             grads = _gradients_of_global_batch(grads)

@@ -265,12 +265,21 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
+    optimizers = optimizers or any(map(_scales_losses, optimizers_of(model)))
     if optimizers:
         build_optimizers(model, specs)
     # A metric that a replica's step makes would have variables of which that step knows nothing. A
     # metric that is made after a checkpoint was read would not get its state.
     if is_new and (several or optimizers) and _makes_metrics(model):
         trace()
+
+
+def _scales_losses(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether a step must not be traced before the optimizer is built.
+
+    `scale_loss` multiplies by a constant until then, and by the scale of the last step afterwards.
+    """
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not optimizer.built
 
 
 def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:
