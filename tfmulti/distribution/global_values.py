@@ -134,6 +134,23 @@ def input_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     return global_value
 
 
+def rows_of_one_device(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+    """Returns this replica's rows as one device computes them, and labels them as rows.
+
+    Values that are no rows, or depend on no other rows, stay as they are.
+
+    Raises:
+        ModelError: the value needs all rows together, and the step takes several passes.
+    """
+    label = label_of(value)
+    if not are_known(replica_slice) or label.kind is not Kind.MIXED:
+        return value
+    with _builder_of(replica_slice, value) as builder:
+        rows = builder.on_tape(builder.rows(value))
+    row_labels.mark(rows, row_labels.rows(label.parts))
+    return rows
+
+
 def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns a value whose sum over the replicas is the value of one device.
 

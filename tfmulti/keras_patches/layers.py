@@ -30,7 +30,7 @@ from tfmulti.distribution import (
     python_attributes,
     row_labels,
 )
-from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
+from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, partial
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.model_structure import (
     all_metric_variables,
@@ -203,6 +203,8 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, _OF_ROWS_ALONE):
+            args = tf.nest.map_structure(_rows_of_one_device, args)
         with in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self, args):
@@ -210,6 +212,18 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return call
+
+
+# The statistics and loops of these layers cannot be computed again from other values.
+_OF_ROWS_ALONE = (keras.layers.BatchNormalization, keras.layers.RNN)
+
+
+def _rows_of_one_device(value: Any) -> Any:
+    """Returns the rows of one device for those that depend on other rows, and other values."""
+    replica_slice = partial()
+    if replica_slice is None or not isinstance(value, tf.Tensor) or not row_labels.are_kept():
+        return value
+    return global_values.rows_of_one_device(replica_slice, value)
 
 
 # A Lambda runs a function of the user's own. A MelSpectrogram takes the maximum of the whole batch.
