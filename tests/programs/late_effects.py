@@ -222,6 +222,26 @@ def dropout_of_mixed_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
     return entropy(y, model(keras.random.dropout(mixed, 0.3, seed=model.seeds)))
 
 
+class Mixing(layers.Layer):
+    """Mixes each row with one of the others from the second training step on."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        part = 0.4 * ops.cast(self.calls > 0, x.dtype)
+        if training:
+            self.calls.assign_add(1.0)
+        return (1 - part) * x + part * ops.flip(x, 0)
+
+
+@program("Mixup in the model, before batch normalization", **EXACT)
+def normalization_of_mixed_rows() -> Made:
+    """Statistics of rows that depend on other rows, and dropout behind them."""
+    middle = layers.Dense(5, "tanh"), layers.BatchNormalization(), layers.Dropout(0.2)
+    return _made(_classifier(Mixing(), *middle))
+
+
 @_late("A part of the loss that no tape records")
 def rows_that_no_tape_records(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Values of all rows, computed inside `tape.stop_recording()`."""

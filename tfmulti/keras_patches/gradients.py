@@ -25,7 +25,6 @@ from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.distribution.row_rules import Kind
 from tfmulti.keras_patches.patching import in_replica_slice, replace
 
-
 _stopped = tf.GradientTape.stop_recording
 
 
