@@ -441,7 +441,7 @@ def _computed(marks: _Marks, output: tf.Tensor, inputs: Sequence[Label]) -> Labe
             return ALIKE
         if type(op.graph).__name__ in _LOOPS:
             return local(f"the value {op.name!r} that a loop on tensors carries (While)")
-        return local(f"the value {op.name!r} of this replica alone, such as its number of rows")
+        return local("a value of this replica alone, such as its number of rows")
     if op.type in ("If", "StatelessIf"):
         label = _of_condition(marks, output, inputs)
         if op.type == "If" or label.kind is not Kind.LOCAL:
