@@ -2,11 +2,7 @@
 
 Nothing tells how the gradient of a `tf.custom_gradient` of the user's own depends on the rows.
 Known are those of tfmulti, and those of TensorFlow that only save memory.
-
-| what | private name | upstream | can go when |
-|---|---|---|---|
-| `is_differentiable` | `ops.get_gradient_function` | none | an operation tells whether it has a gradient |
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
 
 # The names of results, by their graphs.
 _Names = weakref.WeakKeyDictionary[tf.Graph, set[str]]
@@ -60,13 +55,14 @@ def has_custom_gradient(op: tf.Operation) -> bool:
     return op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr
 
 
-def is_differentiable(op: tf.Operation) -> bool:
-    """Returns whether TensorFlow has a gradient for an operation."""
-    try:
-        ops.get_gradient_function(op)
-    except LookupError:
-        return False
-    return True
+class Registry:
+    """Tells whether TensorFlow has a gradient for an operation.
+
+    Attributes:
+        has_gradient: the function that tells it, which `keras_patches.gradients` sets.
+    """
+
+    has_gradient: Callable[[tf.Operation], bool] = staticmethod(lambda op: True)
 
 
 def unknown_in(op: tf.Operation) -> Iterator[str]:

@@ -970,7 +970,7 @@ class _Builder:
         )
         new_value = new_op.outputs[value.value_index]
         # If TensorFlow has no gradient for an operation, the step gives it nothing but data.
-        has_gradient = custom_gradients.is_differentiable(new_op)
+        has_gradient = custom_gradients.Registry.has_gradient(new_op)
         is_recorded = has_gradient and not row_labels.is_unrecorded(op)
         return new_value if is_recorded else tf.stop_gradient(new_value)
 

@@ -149,8 +149,8 @@ def _parts_of(value: Any) -> Parts | None:
         return row_labels.parts_counted(value)
     if isinstance(value, (list, tuple)) and len(value) and tf.is_tensor(value[0]):
         # If a later size counts the rows, too, one device draws more numbers for each row.
-        is_of_all = any(row_labels.label_of(size).kind is not Kind.ALIKE for size in value[1:])
-        return None if is_of_all else row_labels.parts_counted(value[0])
+        later = (row_labels.parts_counted(size) for size in value[1:] if tf.is_tensor(size))
+        return row_labels.parts_counted(value[0]) if not any(later) else None
     return None
 
 

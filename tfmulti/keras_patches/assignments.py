@@ -106,14 +106,13 @@ def _by_method(
     ref: Any,
     indices: Any,
     updates: Any,
-    use_locking: bool = False,
-    name: str | None = None,
+    **_: Any,
 ) -> Any:
     """Changes some entries by the variable's method, in the place of a function of TensorFlow 1."""
     change = getattr(ref.value if isinstance(ref, keras.Variable) else ref, original.__name__)
     if original.__name__.startswith("scatter_nd_"):
-        return change(indices, updates, name=name)
-    return change(tf.IndexedSlices(updates, indices), use_locking=use_locking, name=name)
+        return change(indices, updates)
+    return change(tf.IndexedSlices(updates, indices))
 
 
 def _assign(

@@ -6,6 +6,7 @@ weighted by its rows, is the gradient of the global batch (`distribution.global_
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | `_recomputed` | `custom_gradient._graph_mode_decorator` | none | a graph tells that a custom gradient is that of `tf.recompute_grad` |
+| `_has_gradient` | `ops.get_gradient_function` | none | an operation tells whether it has a gradient |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import custom_gradient as custom_gradient_module
 
-from tfmulti.distribution import global_values, losses, row_labels
+from tfmulti.distribution import custom_gradients, global_values, losses, row_labels
 from tfmulti.distribution.custom_gradients import mark_formula
 from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.distribution.row_rules import Kind
@@ -36,6 +38,16 @@ def install() -> None:
     replace(tf.GradientTape, "gradient", _gradient)
     replace(tf.GradientTape, "batch_jacobian", in_replica_slice(_batch_jacobian))
     replace(custom_gradient_module, "_graph_mode_decorator", in_replica_slice(_recomputed))
+    custom_gradients.Registry.has_gradient = staticmethod(_has_gradient)
+
+
+def _has_gradient(op: tf.Operation) -> bool:
+    """Returns whether TensorFlow has a gradient for an operation."""
+    try:
+        ops.get_gradient_function(op)
+    except LookupError:
+        return False
+    return True
 
 
 def _watch(
