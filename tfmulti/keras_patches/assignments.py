@@ -166,16 +166,17 @@ def _assign_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an `assign` for a variable whose value is the sum of a part on each replica.
 
     Outside of a replica TensorFlow gives each of them the value divided by their number. That cuts
-    whole numbers, such as the counts of a metric that a callback updates. Here the first replica
-    gets the value, and the others get 0.
+    whole numbers, such as the counts of a metric that a callback updates. So the first replica gets
+    a whole number, and the others get 0.
     """
     in_step = in_replica_slice(_assign)(original)
 
     def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        is_sum = self.aggregation is tf.VariableAggregation.SUM
-        if not is_sum or (tf.distribute.has_strategy() and tf.distribute.get_replica_context()):
+        if tf.distribute.has_strategy() and tf.distribute.get_replica_context():
             return in_step(self, value, *args, **kwargs)
         StatesOfMetrics.changes += 1
+        if not (self.dtype.is_integer and self.aggregation is tf.VariableAggregation.SUM):
+            return original(self, value, *args, **kwargs)
         strategy = self.distribute_strategy
         has_first = placement_of(strategy).is_chief
         for index, copy in enumerate(strategy.experimental_local_results(self)):

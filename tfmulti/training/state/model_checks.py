@@ -126,19 +126,26 @@ def warn_of_initial_states(model: keras.Model) -> None:
     """
     placement = placement_of(model.distribute_strategy)
     for metric in [part for m in model.metrics for part in getattr(m, "metrics", [m])]:
-        parts = [part for v in metric.variables for part in relocation.components(v.value)]
-        initial = [part.numpy() for part in parts]
-        if is_of_keras(type(metric)) or not any(value.any() for value in initial):
+        variables = [relocation.components(v.value) for v in metric.variables]
+        initial = [[part.numpy() for part in parts] for parts in variables]
+        if is_of_keras(type(metric)) or not any(np.any(values) for values in initial):
             continue
         with python_attributes.kept([metric]):
-            for part in parts:
+            for part in itertools.chain(*variables):
                 part.assign(tf.zeros_like(part))
             metric.reset_state()
-        # A replica gets its part of a number.
-        reset = [part.numpy() * placement.replicas for part in parts]
-        for part, value in zip(parts, initial, strict=True):
-            part.assign(value)
-        same = all(np.allclose(a, b, equal_nan=True) for a, b in zip(initial, reset, strict=True))
+        # Each replica gets its part of a number, and the first one gets a whole number.
+        others = placement.replicas / placement.local_replicas
+        reset = [
+            sum(part.numpy() for part in parts) * (1 if parts[0].dtype.is_integer else others)
+            for parts in variables
+        ]
+        for parts, values in zip(variables, initial, strict=True):
+            for part, value in zip(parts, values, strict=True):
+                part.assign(value)
+        same = all(
+            np.allclose(a[0], b, equal_nan=True) for a, b in zip(initial, reset, strict=True)
+        )
         if not same and placement.is_chief:
             warnings.warn(
                 f"the metric {metric.name!r} begins with numbers that its reset_state does not "
