@@ -112,7 +112,7 @@ CORE = (
     "lookups_by_ranks",
     "lookups_of_neighbours",
     "dropout_of_mixed_rows",
-    "normalization_of_mixed_rows",
+    "layers_after_mixed_rows",
     "draws_of_other_shapes",
     "gradient_by_outputs_that_no_tape_watches",
     "rows_that_no_tape_records",

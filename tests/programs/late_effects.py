@@ -235,11 +235,11 @@ class Mixing(layers.Layer):
         return (1 - part) * x + part * ops.flip(x, 0)
 
 
-@program("Mixup in the model, before batch normalization", **EXACT)
-def normalization_of_mixed_rows() -> Made:
-    """Statistics of rows that depend on other rows, and dropout behind them."""
-    middle = layers.Dense(5, "tanh"), layers.BatchNormalization(), layers.Dropout(0.2)
-    return _made(_classifier(Mixing(), *middle))
+@program("Mixup in the model, before layers with a state", **EXACT)
+def layers_after_mixed_rows() -> Made:
+    """Statistics of rows that depend on other rows, and a recurrent layer and dropout behind."""
+    first = layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Reshape((2, 3))
+    return _made(_classifier(Mixing(), *first, layers.GRU(4), layers.Dropout(0.2)))
 
 
 @_late("A part of the loss that no tape records")

@@ -580,8 +580,7 @@ def _origin(marks: _Marks, tensor: Any) -> Any:
 def _counted(marks: _Marks, output: tf.Tensor, label: Label) -> Label:
     """Returns the label of a shape, or of a size."""
     shape = output.op.inputs[0].shape
-    if label.kind is Kind.MIXED and not label.by_count:
-        # Its other axes may count the rows of all replicas.
+    if label.kind is Kind.MIXED and _may_count_all_rows(label, shape):
         return GLOBAL
     if label.has_rows and shape.rank is not None:
         marks.reductions.add(output.name)
@@ -589,6 +588,11 @@ def _counted(marks: _Marks, output: tf.Tensor, label: Label) -> Label:
     if label.has_rows:
         return local(f"the shape of {output.op.inputs[0].name!r}, whose rank is not known")
     return ALIKE if shape.is_fully_defined() else GLOBAL
+
+
+def _may_count_all_rows(label: Label, shape: tf.TensorShape) -> bool:
+    """Returns whether an axis of mixed rows behind the first may count the rows of all replicas."""
+    return not label.by_count and not (shape.rank and shape[1:].is_fully_defined())
 
 
 def _of_rows(marks: _Marks, node: Node) -> Label:
@@ -610,7 +614,8 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
         marks.rearranged.add(output.name)
         return Label(Kind.MIXED, rearranged)
     takes_shape = any(counts_own_rows(node.op, i) for i in range(len(node.labels)))
-    if parts is None or (takes_shape and first.kind is Kind.MIXED and not first.by_count):
+    is_mixed = first.kind is Kind.MIXED and _may_count_all_rows(first, node.op.inputs[0].shape)
+    if parts is None or (takes_shape and is_mixed):
         return GLOBAL
     value_labels = [label for i, label in enumerate(node.labels) if not counts_own_rows(node.op, i)]
     if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in value_labels):
