@@ -152,6 +152,12 @@ def gradient_step_of_each_row() -> Made:
 class SeveralSteps(Adapted):
     """Takes two inner steps, by losses that are roots of means."""
 
+    def inner_loss(self, loss: Any) -> Any:
+        return tf.sqrt(loss)
+
+    def inner_gradient(self, gradient: Any) -> Any:
+        return gradient
+
     def train_step(self, data: Any) -> Any:
         x, y = data
         weights = self.trainable_variables
@@ -160,8 +166,8 @@ class SeveralSteps(Adapted):
             for _ in range(2):
                 with tf.GradientTape() as inner:
                     inner.watch(moved)
-                    before = tf.sqrt(self.loss_of(y, self.outputs_by(moved, x)))
-                gradients = inner.gradient(before, moved)
+                    before = self.inner_loss(self.loss_of(y, self.outputs_by(moved, x)))
+                gradients = map(self.inner_gradient, inner.gradient(before, moved))
                 moved = [w - INNER_RATE * g for w, g in zip(moved, gradients, strict=True)]
             loss = self.loss_of(y, self.outputs_by(moved, x))
         self.optimizer.apply(outer.gradient(loss, weights), weights)
@@ -174,23 +180,14 @@ def gradient_through_two_steps() -> Made:
     return _made(SeveralSteps())
 
 
-class ClippedSteps(Adapted):
+class ClippedSteps(SeveralSteps):
     """Takes two inner steps, and clips their gradients by the norm."""
 
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        weights = self.trainable_variables
-        with tf.GradientTape() as outer:
-            moved = [tf.identity(w) for w in weights]
-            for _ in range(2):
-                with tf.GradientTape() as inner:
-                    inner.watch(moved)
-                    before = self.loss_of(y, self.outputs_by(moved, x))
-                gradients = [tf.clip_by_norm(g, 0.1) for g in inner.gradient(before, moved)]
-                moved = [w - INNER_RATE * g for w, g in zip(moved, gradients, strict=True)]
-            loss = self.loss_of(y, self.outputs_by(moved, x))
-        self.optimizer.apply(outer.gradient(loss, weights), weights)
-        return {"loss": loss, "before": before}
+    def inner_loss(self, loss: Any) -> Any:
+        return loss
+
+    def inner_gradient(self, gradient: Any) -> Any:
+        return tf.clip_by_norm(gradient, 0.1)
 
 
 @program("MAML: inner gradients that are clipped by their norm")

@@ -134,20 +134,19 @@ def input_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     return global_value
 
 
-def rows_of_one_device(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
+def rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns this replica's rows as one device computes them, and labels them as rows.
 
-    Values that are no rows, or depend on no other rows, stay as they are.
+    A value stays as it is if it has no rows, or if its rows do not depend on other rows.
 
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    label = label_of(value)
-    if not are_known(replica_slice) or label.kind is not Kind.MIXED:
+    if not are_known(replica_slice) or label_of(value).kind is not Kind.MIXED:
         return value
     with _builder_of(replica_slice, value) as builder:
         rows = builder.on_tape(builder.rows(value))
-    row_labels.mark(rows, row_labels.rows(label.parts))
+    row_labels.mark(rows, row_labels.rows(label_of(value).parts))
     return rows
 
 
@@ -233,25 +232,27 @@ def note_tape(replica_slice: ReplicaSlice, tape: int) -> None:
         _Builder(replica_slice, tf.compat.v1.get_default_graph()).note_tape(tape)
 
 
-def is_outside_of_tape(replica_slice: ReplicaSlice, value: Any, tape: int) -> bool:
+def depends_on_several_rows(replica_slice: ReplicaSlice, value: Any) -> bool:
+    """Returns whether it is known that a tensor depends on several rows of the batch together."""
+    return are_known(replica_slice) and _is_of_several_rows(value)
+
+
+def is_outside_of_tape(replica_slice: ReplicaSlice, value: tf.Tensor, tape: int) -> bool:
     """Returns whether a tensor was computed before a tape began to record."""
-    if not are_known(replica_slice) or not isinstance(value, tf.Tensor):
-        return False
     with _builder_of(replica_slice, value) as builder:
         return builder.is_outside_of_tape(value, tape)
 
 
-def watched_by_tape(replica_slice: ReplicaSlice, value: Any) -> Any:
+def watched_by_tape(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
     """Returns the value of one device by which a tape differentiates in place of a watched tensor.
 
-    It is another tensor only if the watched one depends on several rows of the batch together. For
-    rows it has those of this replica. From now on `gradient` takes it as the source.
+    The watched tensor must depend on several rows of the batch (`depends_on_several_rows`).
+    If it has rows, the new tensor has those of this replica. From now on `gradient` takes the new
+    tensor as the source.
 
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
     """
-    if not are_known(replica_slice) or not _is_of_several_rows(value):
-        return value
     with _builder_of(replica_slice, value) as builder:
         return builder.watched(value)
 
@@ -589,7 +590,7 @@ class _Builder:
     def gradients(self, built: Any, leaves: Sequence[tf.Tensor], upstream: Any = None) -> list[Any]:
         """Returns the gradients of built values by tensors of the user's step.
 
-        What was computed before the tape began to record is a constant for it.
+        The tape does not differentiate values that the step computed before the tape began.
         """
         stops = [*leaves, *self._constants(leaves)]
         found: list[Any] = tf.gradients(built, leaves, upstream, stop_gradients=stops)
@@ -604,7 +605,10 @@ class _Builder:
         return value.op in self._graph.get_operations()[: self._built.begun.get(tape, 0)]
 
     def _constants(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns what was built from operations before the tape, without forms of the leaves."""
+        """Returns the built values of operations that the step ran before the tape began.
+
+        The values that were built from the leaves themselves are left out.
+        """
         count = self._built.begun.get(_tape.get() or 0, 0)
         first = {op.name for op in self._graph.get_operations()[:count]}
         of_leaves = {leaf.name for leaf in leaves}
@@ -620,7 +624,7 @@ class _Builder:
     def watched(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value of one device, or this replica's rows of it, by which to differentiate.
 
-        What is built later from the given value is built from the new one.
+        Later the builder uses the new tensor wherever the step uses the given one.
         """
         label, built = label_of(value), self._built
         if value.name not in built.watched:

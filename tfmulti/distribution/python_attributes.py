@@ -91,8 +91,8 @@ _OF_STEPS = frozenset(
 def _named_in_steps(classes: tuple[type, ...]) -> frozenset[str]:
     """Returns the names of attributes in the methods that a step may call.
 
-    These are the methods of a step, and those that such a method names. If a class has no method of
-    a step, they are all of its methods.
+    A step may call the methods in `_OF_STEPS`, and the methods that one of them names. If a class
+    has none of `_OF_STEPS`, a step may call each of its methods.
     """
     methods: dict[str, list[types.CodeType]] = {}
     for cls in classes:
@@ -113,8 +113,10 @@ def _named_in_steps(classes: tuple[type, ...]) -> frozenset[str]:
 
 def _copied(value: Any) -> Any:
     """Returns a copy of a value that may be changed in place."""
-    if isinstance(value, (np.ndarray, dict)):
-        return dict(value) if isinstance(value, dict) else value.copy()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return dict(value)
     return list(value) if isinstance(value, list) else value
 
 
@@ -187,7 +189,7 @@ def first_new_value(attributes: Attributes) -> str | None:
     """Returns the first value that is another one since `read_for_steps`, or None.
 
     Args:
-        attributes: those that `read_for_steps` returned. Of a layer `trainable` counts, too.
+        attributes: what `read_for_steps` returned. A change of a layer's `trainable` counts, too.
 
     Returns:
         The attribute in words, such as `Dropout.rate of 'dropout_1'`.
@@ -233,16 +235,18 @@ def _is_new(value: Any, current: Any) -> bool:
 
 def _is_other_entry(value: Any, current: Any) -> bool:
     """Returns whether a number, a text or a Boolean has become another one."""
-    are_booleans = isinstance(value, bool) and isinstance(current, bool)
-    return (are_booleans and value != current) or _is_other(value, current)
+    return _is_switched(value, current) or _is_other(value, current)
+
+
+def _is_switched(value: Any, current: Any) -> bool:
+    """Returns whether a Boolean has become the other one."""
+    return isinstance(value, bool) and isinstance(current, bool) and value != current
 
 
 def _has_switched(owner: Any, before: dict[str, Any]) -> bool:
     """Returns whether the user's code has changed a Boolean."""
     for name, value in before.items():
-        current = vars(owner).get(name)
-        are_booleans = isinstance(value, bool) and isinstance(current, bool)
-        if are_booleans and current != value and name not in _of_keras():
+        if _is_switched(value, vars(owner).get(name)) and name not in _of_keras():
             return True
     return False
 

@@ -56,12 +56,13 @@ def _watch(
     """Watches a tensor, and its value on one device if it depends on several rows."""
     original(tape, tensor)
     for value in tf.nest.flatten(tensor, expand_composites=True):
+        if not global_values.depends_on_several_rows(replica_slice, value):
+            continue
         is_outside = global_values.is_outside_of_tape(replica_slice, value, id(tape))
         # The tape has not recorded how the value was computed, but an outer tape may have.
         with _stopped(tape) if is_outside else contextlib.nullcontext():
             of_one_device = global_values.watched_by_tape(replica_slice, value)
-        if of_one_device is not value:
-            original(tape, of_one_device)
+        original(tape, of_one_device)
 
 
 def _enter(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape) -> Any:

@@ -203,8 +203,10 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, _OF_ROWS_ALONE):
-            args = tf.nest.map_structure(_rows_of_one_device, args)
+        replica_slice = partial()
+        if replica_slice is not None and isinstance(self, _OF_ROWS_ALONE):
+            rows = functools.partial(global_values.rows_of_one_device, replica_slice)
+            args = tf.nest.map_structure(rows, args)
         with in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
         if row_labels.are_kept() and _works_by_rows(self, args):
@@ -216,14 +218,6 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # The statistics and loops of these layers cannot be computed again from other values.
 _OF_ROWS_ALONE = (keras.layers.BatchNormalization, keras.layers.RNN)
-
-
-def _rows_of_one_device(value: Any) -> Any:
-    """Returns the rows of one device for those that depend on other rows, and other values."""
-    replica_slice = partial()
-    if replica_slice is None or not isinstance(value, tf.Tensor) or not row_labels.are_kept():
-        return value
-    return global_values.rows_of_one_device(replica_slice, value)
 
 
 # A Lambda runs a function of the user's own. A MelSpectrogram takes the maximum of the whole batch.

@@ -17,6 +17,7 @@ of a metric of the user's own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,25 +77,14 @@ def _metric_of_rows(
     The metric keeps its own code. It gets the rows of one device, if they depend on other rows.
     """
     metric, *values = args
-    values, kwargs = tf.nest.map_structure(
-        lambda value: _rows_of_one_device(replica_slice, value), (values, kwargs)
-    )
+    rows = functools.partial(global_values.rows_of_one_device, replica_slice)
+    values, kwargs = tf.nest.map_structure(rows, (values, kwargs))
     given = [value for value in tf.nest.flatten((values, kwargs)) if value is not None]
     note_trusted(replica_slice, *given)
     kinds = {row_labels.label_of(value).kind for value in given}
     have_rows = not global_values.are_known(replica_slice) or kinds <= {Kind.ROWS, Kind.LOCAL}
     with _adds_parts.set_to(_adds_parts.get() or have_rows):
         return original(metric, *values, **kwargs)
-
-
-def _rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
-    """Returns a value with each row as on one device, if the rows depend on other rows."""
-    label = row_labels.label_of(value)
-    if label.kind is not Kind.MIXED or not global_values.are_known(replica_slice):
-        return value
-    rows = global_values.read_rows(replica_slice, value)
-    row_labels.mark(rows, row_labels.rows(label.parts))
-    return rows
 
 
 def part_of_state(replica_slice: ReplicaSlice, variable: Any, value: Any) -> Any:

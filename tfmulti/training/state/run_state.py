@@ -162,7 +162,7 @@ def evaluating(model: keras.Model) -> Iterator[None]:
 def _metrics_of_training(model: keras.Model) -> list[Any]:
     """Returns the variables of the model's metrics that no evaluation has made.
 
-    `evaluating` notes those that an evaluation makes.
+    `evaluating` notes the variables that an evaluation makes.
     """
     others = {id(v) for v in state_of(model).evaluation_metrics}
     return [v for v in replica_context.metric_variables(model) if id(v) not in others]

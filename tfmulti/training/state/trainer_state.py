@@ -111,8 +111,8 @@ class TrainerState:
         compares: whether all workers compare their times after this execution, in
             `on_train_batch_end`. `epoch` then has the times of the epoch so far.
         verification: the result of the last comparison with one device.
-        metric_results: a function that returns the logs of what has changed the metrics since the
-            last training step, such as an evaluation in a callback, or None.
+        metric_results: a function that returns the results of the metrics, if a callback has
+            evaluated, trained or reset the metrics since the last step of `fit`; otherwise None.
         validation: the data of the validation that `fit` runs now, or None.
         interrupted: the signal that `interrupt` has noted in this process, or None.
         specs: the shapes and dtypes of a global batch of the last `fit`.
