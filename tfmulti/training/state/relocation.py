@@ -44,7 +44,7 @@ from tfmulti.keras_patches.variables import (
     variable_keys,
 )
 from tfmulti.training.state import trainer_state
-from tfmulti.training.state.user_lines import is_of_library
+from tfmulti.training.state.user_lines import is_module_of_user, is_of_library
 
 SCOPE_ADVICE = (
     "Write 'strategy = tfmulti.make_strategy()' once, and 'with strategy.scope():' around the "
@@ -87,11 +87,13 @@ class State:
         places: the Keras variables, each with a name of its place that a user understands.
         holders: the places that hold a `tf.Variable` directly.
         objects: all objects that have attributes, such as models and optimizers.
+        functions: the user's functions and methods.
     """
 
     places: list[tuple[str, Any]] = field(default_factory=list)
     holders: list[VariableHolder] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+    functions: list[types.FunctionType] = field(default_factory=list)
 
     @property
     def variables(self) -> list[Any]:
@@ -213,16 +215,16 @@ class _Search:
 
     def _look_at_function(self, function: types.FunctionType) -> None:
         """Adds what a function of the user's own takes from its closure and its globals."""
+        self.state.functions.append(function)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         places: list[Any] = []
         for name, cell in cells:
             # An empty cell raises ValueError.
             with contextlib.suppress(ValueError):
                 places.append((cell.cell_contents, name, _cell_putter(cell)))
-        outside = function.__globals__
-        for name in _globals_in(function.__code__):
-            if _may_be_used_by_a_step(outside.get(name)):
-                places.append((outside[name], name, _putter(outside, name)))
+        for name, value, namespace in _globals_of(function):
+            if _may_be_used_by_a_step(value):
+                places.append((value, name, _putter(namespace, name)))
         self._add(places)
 
     def _look_at_object(self, owner: Any) -> None:
@@ -250,11 +252,32 @@ def methods_of_user(owner: Any) -> list[tuple[str, Any]]:
 
 
 @functools.cache
-def _globals_in(code: types.CodeType) -> list[str]:
+def globals_in(code: types.CodeType) -> list[str]:
     """Returns the names of the globals that a function and the functions inside it read."""
     inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
-    return [*dict.fromkeys([*names, *(name for part in inside for name in _globals_in(part))])]
+    return [*dict.fromkeys([*names, *(name for part in inside for name in globals_in(part))])]
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the globals and attributes that a function, and the functions in it, name."""
+    inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*map(names_in, inside))
+
+
+def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yields the globals that a function names: each one's name, value and namespace.
+
+    Of a module of the user's own these are the values that the function names.
+    """
+    for name in globals_in(function.__code__):
+        value = function.__globals__.get(name)
+        yield name, value, function.__globals__
+        if is_module_of_user(value):
+            of_module = vars(value)
+            for part in names_in(function.__code__) & of_module.keys():
+                yield part, of_module[part], of_module
 
 
 def _may_be_used_by_a_step(value: Any) -> bool:

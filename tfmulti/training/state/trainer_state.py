@@ -11,13 +11,15 @@ Each part has one owner, the only code that sets it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions
-from tfmulti.distribution.python_attributes import Attributes
+
+if TYPE_CHECKING:
+    from tfmulti.training.state.kept_values import Kept
 
 # A model keeps its state in this attribute, which Keras does not track.
 ATTRIBUTE = "_tfmulti"
@@ -74,7 +76,7 @@ class TracedStep:
             depend on the rows.
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
         agreed: the steps of which several workers have agreed whether that is so.
-        values: for each step the values in Python of the model's objects after its last trace.
+        values: for each step the values in Python that its last trace may have read.
         compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
@@ -89,7 +91,7 @@ class TracedStep:
     unknown: dict[str, dict[str, None]] = field(default_factory=dict)
     whole_batch: set[str] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)
-    values: dict[str, Attributes] = field(default_factory=dict)
+    values: dict[str, Sequence[Kept]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sysconfig
+import types
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -35,3 +37,12 @@ def is_of_library(file: str) -> bool:
     """
     path = os.path.abspath(file)
     return path.startswith(_LIBRARY_FOLDERS) or os.sep + "site-packages" + os.sep in path
+
+
+def is_module_of_user(value: Any) -> bool:
+    """Returns whether a value is a module of the user's program."""
+    if not isinstance(value, types.ModuleType):
+        return False
+    # A module without a file is part of Python.
+    file = getattr(value, "__file__", None)
+    return file is not None and not is_of_library(file)

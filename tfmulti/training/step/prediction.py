@@ -24,6 +24,7 @@ from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.keras_patches.tracing import optimized_once
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue, unknown_rows_explained
+from tfmulti.training.state import kept_values
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
@@ -128,7 +129,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
             warn_of_change(model, "predict_step", [attributes])
             warn_of_outputs(model, "predict_step")
             values = state_of(model).traced.values
-            values["predict_step"] = python_attributes.read_for_steps(found.objects)
+            values["predict_step"] = kept_values.read(found)
         share_generator(seeds)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)

@@ -45,7 +45,7 @@ from tfmulti.training.input.worker_batch import (
     WorkerBatch,
     unknown_rows_explained,
 )
-from tfmulti.training.state import relocation
+from tfmulti.training.state import kept_values, relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import microbatches, whole_batch, xla
 from tfmulti.training.step.step_logs import StepLogs
@@ -278,7 +278,7 @@ def make_step(
             traces.append(attributes)
             warn_of_change(model, name, traces)
             warn_of_outputs(model, name)
-            state.traced.values[name] = python_attributes.read_for_steps(found.objects)
+            state.traced.values[name] = kept_values.read(found)
         share_generator(seeds)
         return results
 
@@ -387,7 +387,7 @@ def warn_of_old_values(model: keras.Model, step: str) -> None:
     if not placement_of(model.distribute_strategy).is_chief:
         return
     values = state_of(model).traced.values
-    changed = python_attributes.first_new_value(values.get(step, ()))
+    changed = kept_values.first_new_value(values.get(step, ()))
     if changed is not None:
         del values[step]
         warnings.warn(

@@ -1,0 +1,199 @@
+"""Tests which values in Python are noticed if they change after a step was traced."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti.training.state import kept_values, relocation
+
+
+def twice(x: Any) -> Any:
+    return 2 * x
+
+
+class Warmup:
+    """An attribute of a schedule, with a number."""
+
+    steps = 10
+
+
+class Schedule:
+    """Holds a number that a step reads by a global name."""
+
+    rate = 0.1
+    other = 0.1
+
+    def __init__(self) -> None:
+        self.warmup = Warmup()
+
+
+RATE = 0.5
+TABLE = {"of": {"pairs": [1.0, 2.0]}}
+WEIGHTS = np.ones(3)
+CHOSEN = {1, 2}
+LOSS = keras.losses.MeanSquaredError()
+NOTES = "no step reads this"
+schedule = Schedule()
+
+
+class Configured(keras.layers.Layer):
+    """Reads values of all kinds in its `call`, and one only in another place."""
+
+    def __init__(self, outer: Any = 1.0) -> None:
+        super().__init__()
+        self.flag, self.scale, self.function = False, None, twice
+        self.table, self.options, self.sizes = np.ones(3), {"power": 1}, [1, 2]
+        self.nested, self.groups, self.large = [[1, 2], {"a": 3}], {1, 2}, np.zeros(1_000_000)
+        self.notes: Any = None
+        self.odd, self.helper, self.part = np.array([1.0, np.nan]), None, keras.layers.Dense(1)
+        self.read: Callable[[], Any] = lambda: outer
+
+        def set_outer(value: Any) -> None:
+            nonlocal outer
+            outer = value
+
+        self.set_outer = set_outer
+
+    def note(self) -> Any:
+        return self.notes, NOTES
+
+    def helped(self) -> Any:
+        return self.helper
+
+    def call(self, x: Any) -> Any:
+        self.helped()
+        of_others = [RATE, TABLE, WEIGHTS, CHOSEN, LOSS, schedule.rate, schedule.warmup.steps]
+        own = [self.odd, self.flag, self.scale, self.function, self.table, self.options, self.sizes]
+        return [x, own, of_others, self.nested, self.groups, self.large, self.part, self.read()]
+
+
+def change_of(layer: Any, change: Any) -> str | None:
+    """Returns which value of a layer has changed, in words."""
+    before = kept_values.read(relocation.find(layer))
+    assert kept_values.first_new_value(before) is None
+    change(layer)
+    return kept_values.first_new_value(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda layer: setattr(layer, "flag", True), "flag"),
+        (lambda layer: setattr(layer, "scale", 2.0), "scale"),
+        (lambda layer: setattr(layer, "function", np.abs), "function"),
+        (lambda layer: layer.table.fill(0.0), "table"),
+        (lambda layer: layer.large.fill(1.0), "large"),
+        (lambda layer: layer.options.update({"power": 2}), "options"),
+        (lambda layer: layer.sizes.__setitem__(0, 3), "sizes"),
+        (lambda layer: layer.nested[0].__setitem__(0, 3), "nested"),
+        (lambda layer: layer.nested[1].__setitem__("a", 4), "nested"),
+        (lambda layer: setattr(layer, "groups", {1, 3}), "groups"),
+        (lambda layer: setattr(layer, "part", keras.layers.Dense(1)), "part"),
+        (lambda layer: setattr(layer, "helper", twice), "helper"),
+        (lambda layer: layer.sizes.append(3), None),
+        (lambda layer: layer.groups.add(3), None),
+        (lambda layer: layer.options.update({"a": layer.options}), None),
+        (lambda layer: setattr(layer, "odd", np.array([1.0, np.nan])), None),
+        (lambda layer: setattr(layer, "notes", "read by a method that no step calls"), None),
+        (lambda layer: setattr(layer, "table", np.ones(3)), None),
+        (lambda layer: layer(np.ones(2)), None),
+    ],
+)
+def test_a_changed_value_that_a_step_may_read_is_found(change: Any, name: str | None) -> None:
+    layer = Configured()
+    assert change_of(layer, change) == (name and f"Configured.{name} of {layer.name!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RATE", 0.25),
+        ("TABLE", {"of": {"pairs": [1.0, 3.0]}}),
+        ("WEIGHTS", np.zeros(3)),
+        ("CHOSEN", {1, 3}),
+        ("LOSS", keras.losses.MeanAbsoluteError()),
+        ("NOTES", "still not read"),
+    ],
+)
+def test_a_changed_global_that_a_step_reads_is_found(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = change_of(Configured(), lambda layer: monkeypatch.setitem(globals(), name, value))
+    assert found == (None if name == "NOTES" else f"{name}, which Configured.call reads,")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "words"),
+    [
+        (schedule, "rate", "schedule.rate"),
+        (Schedule, "rate", "schedule.rate"),
+        (Schedule, "other", None),
+        (schedule.warmup, "steps", "schedule.warmup.steps"),
+    ],
+)
+def test_a_changed_attribute_of_a_global_is_found(
+    owner: Any, name: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = change_of(Configured(), lambda layer: monkeypatch.setattr(owner, name, 9.0))
+    assert found == (words and f"{words}, which Configured.call reads,")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rate", "schedule.rate, which Configured.call reads,"),
+        ("power", "power, which scaled reads,"),
+        ("unused", None),
+    ],
+)
+def test_a_changed_value_of_a_module_of_the_user_is_found(
+    name: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = types.ModuleType("settings")
+    settings.__file__, settings.unused = "settings.py", 0
+    code = "rate, power = 0.5, 1\ndef scaled(x):\n    return x * power"
+    exec(code, vars(settings))
+    settings.warmup = settings.scaled
+    monkeypatch.setitem(globals(), "schedule", settings)
+    assert change_of(Configured(), lambda layer: setattr(settings, name, 3)) == words
+
+
+def test_a_changed_value_of_a_closure_is_found() -> None:
+    found = change_of(Configured(), lambda layer: layer.set_outer(2.0))
+    assert found == "outer, which <lambda> reads,"
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (lambda: keras.layers.Dense(1, "relu"), "activation", keras.activations.tanh),
+        (lambda: keras.optimizers.SGD(), "clipnorm", 0.1),
+        (lambda: keras.layers.Normalization(), "mean", tf.zeros(2)),
+        (lambda: keras.layers.Dropout(0.1), "trainable", False),
+        (
+            lambda: keras.optimizers.SGD(),
+            "learning_rate",
+            keras.optimizers.schedules.CosineDecay(1.0, 9),
+        ),
+    ],
+)
+def test_a_changed_setting_of_keras_is_found(make: Any, name: str, value: Any) -> None:
+    owner = make()
+    found = change_of(owner, lambda owner: setattr(owner, name, value))
+    assert found is not None
+    assert found.startswith(f"{type(owner).__name__}.{name}")
+
+
+def test_a_changed_regularizer_of_a_variable_is_found() -> None:
+    layer = keras.layers.Dense(1)
+    layer.build([None, 2])
+    regularizer = keras.regularizers.L2(0.1)
+    found = change_of(layer, lambda layer: setattr(layer.kernel, "regularizer", regularizer))
+    assert found == "Variable.regularizer of 'kernel'"

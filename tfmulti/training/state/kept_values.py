@@ -1,0 +1,277 @@
+"""The values in Python that a compiled step keeps from the time when it was traced.
+
+A step may read attributes of the model's objects, and values outside of its functions: globals,
+values of a closure, and attributes of the user's own modules, classes and objects. The graph of the
+step keeps what they were. `read` notes them after a trace, and `first_new_value` finds a change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.distribution.python_attributes import attributes_of_keras, classes_of_user
+from tfmulti.training.state import relocation
+from tfmulti.training.state.user_lines import is_module_of_user
+
+# The methods by which a step begins to run the code of a model, a layer, a loss or a metric.
+_OF_STEPS = frozenset(
+    [
+        "__call__",
+        "call",
+        "train_step",
+        "test_step",
+        "predict_step",
+        "compute_loss",
+        "compute_metrics",
+        "update_state",
+        "result",
+        "update_step",
+    ]
+)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_PARTS_OF_KERAS = (
+    *(keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer),
+    *(keras.regularizers.Regularizer, keras.constraints.Constraint),
+    *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
+)
+# Private attributes of Keras' parts that hold what their public properties set.
+_BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
+# Collections of more entries are data, and would take time to compare.
+_MOST_ENTRIES = 1000
+# Of an array with more numbers, some are compared, which are spread evenly.
+_MOST_NUMBERS = 100_000
+_DEEPEST = 4
+
+
+class Kept(NamedTuple):
+    """Some values that a step may have read.
+
+    Attributes:
+        read: returns the values as they are now, by name.
+        words: returns a name in words.
+        before: for each name, what `_comparable` returned for its value.
+    """
+
+    read: Callable[[], Mapping[str, Any]]
+    words: Callable[[str], str]
+    before: dict[str, Any]
+
+
+def read(found: relocation.State) -> list[Kept]:
+    """Returns the values that a step may have read, for `first_new_value`.
+
+    Args:
+        found: what `relocation.find` found from the model, after the step was traced.
+    """
+    readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = []
+    for owner in found.objects:
+        readers.append((functools.partial(_attributes, owner), functools.partial(_of, owner)))
+    for variable in found.variables:
+        rules = functools.partial(_rules_of_variable, variable)
+        readers.append((rules, functools.partial(_of, variable)))
+    never_called = set(_methods_that_no_step_calls(found.objects))
+    for function in found.functions:
+        if function not in never_called:
+            outside = functools.partial(_outside, function)
+            readers.append((outside, functools.partial(_read_by, function)))
+    kept = []
+    for read_now, words in readers:
+        before = {name: _comparable(value) for name, value in read_now().items()}
+        kept.append(Kept(read_now, words, before))
+    return kept
+
+
+def first_new_value(values: Sequence[Kept]) -> str | None:
+    """Returns the first value that is another one since `read`, or None.
+
+    A change of a layer's `trainable` counts, too.
+
+    Returns:
+        The value in words, such as `Dropout.rate of 'dropout_1'`.
+    """
+    for read_now, words, before in values:
+        now = read_now()
+        for name, value in before.items():
+            if name in now and _is_new(value, _comparable(now[name])):
+                return words(name)
+    return None
+
+
+def _of(owner: Any, name: str) -> str:
+    """Returns an attribute in words, such as `Dropout.rate of 'dropout_1'`."""
+    has_name = isinstance(owner, (keras.layers.Layer, keras.Variable))
+    of = f" of {owner.name!r}" if has_name else ""
+    return f"{type(owner).__name__}.{name.removeprefix('_')}{of}"
+
+
+def _read_by(function: types.FunctionType, name: str) -> str:
+    """Returns a value outside of a function in words, such as `rate, which Critic.call reads,`."""
+    return f"{name}, which {function.__qualname__.rpartition('<locals>.')[2]} reads,"
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object that a step may read.
+
+    Of an object of the user's own these are numbers and texts, and what its methods name. Of a part
+    of Keras they are the settings, such as an activation.
+    """
+    own = classes_of_user(type(owner))
+    named = _named_in_steps(own)
+    values = {**_numbers_of_classes(own), **vars(owner)}
+    ignored = attributes_of_keras()
+
+    def may_be_read(name: str, value: Any) -> bool:
+        # TensorFlow counts in an attribute with `_self_` how often a checkpoint was written.
+        if name in ignored or name.startswith("_self_" if own else "_"):
+            return name in _BEHIND_PROPERTIES
+        is_number = isinstance(value, (int, float, str))
+        if own:
+            return is_number or name in named
+        return is_number or not isinstance(value, (np.ndarray, list, tuple, dict, set))
+
+    return {name: value for name, value in values.items() if may_be_read(name, value)}
+
+
+def _numbers_of_classes(classes: Sequence[type]) -> dict[str, Any]:
+    """Returns the numbers and texts that the user's classes of an object have."""
+    values = {name: value for cls in reversed(classes) for name, value in vars(cls).items()}
+    kinds = (int, float, str)
+    return {n: v for n, v in values.items() if isinstance(v, kinds) and not n.startswith("__")}
+
+
+def _rules_of_variable(variable: Any) -> dict[str, Any]:
+    """Returns what Keras reads of a variable while it traces a step."""
+    return {"regularizer": variable.regularizer, "constraint": variable.constraint}
+
+
+def _outside(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the values outside of a function that its code names.
+
+    They are values of its closure, globals, and the attributes of the user's own modules, classes
+    and objects among these, such as `config.rate`.
+    """
+    code, outside = function.__code__, function.__globals__
+    values = {n: outside[n] for n in relocation.globals_in(code) if n in outside}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        # An empty cell raises ValueError.
+        with contextlib.suppress(ValueError):
+            values[name] = cell.cell_contents
+    named, seen = relocation.names_in(code), set()
+    to_read = list(values.items())
+    while to_read:
+        name, value = to_read.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            attributes = _attributes_of_user(value).items()
+            found = [(f"{name}.{a}", v) for a, v in attributes if a in named]
+            values.update(found)
+            to_read += found
+    return values
+
+
+def _attributes_of_user(value: Any) -> dict[str, Any]:
+    """Returns the attributes of a module, a class or an object, if it is the user's own."""
+    if isinstance(value, types.ModuleType):
+        return vars(value) if is_module_of_user(value) else {}
+    if isinstance(value, (*_FUNCTIONS, *_PARTS_OF_KERAS)) or not hasattr(value, "__dict__"):
+        return {}
+    own = classes_of_user(value if isinstance(value, type) else type(value))
+    of_classes = {name: v for cls in own[::-1] for name, v in vars(cls).items()}
+    return {**of_classes, **vars(value)} if own else {}
+
+
+def _methods_that_no_step_calls(owners: Iterable[Any]) -> Iterator[Any]:
+    """Yields the methods of the user's classes that a step cannot call, as far as names tell."""
+    for classes in {classes_of_user(type(owner)) for owner in owners}:
+        named = _named_in_steps(classes)
+        methods = [(name, v) for cls in classes for name, v in vars(cls).items()]
+        if any(name in _OF_STEPS for name, _ in methods):
+            yield from (v for name, v in methods if name not in named and name not in _OF_STEPS)
+
+
+@functools.cache
+def _named_in_steps(classes: tuple[type, ...]) -> frozenset[str]:
+    """Returns the names of attributes in the methods that a step may call.
+
+    A step may call the methods in `_OF_STEPS`, and the methods that one of them names. If a class
+    has none of `_OF_STEPS`, a step may call each of its methods.
+    """
+    methods: dict[str, list[types.CodeType]] = {}
+    for cls in classes:
+        for name, value in vars(cls).items():
+            if hasattr(value, "__code__"):
+                methods.setdefault(name, []).append(value.__code__)
+    found: set[str] = set()
+    to_read = [name for name in methods if name in _OF_STEPS] or list(methods)
+    while to_read:
+        for code in methods.pop(to_read.pop(), []):
+            found |= relocation.names_in(code)
+        to_read += [name for name in methods if name in found]
+    return frozenset(found)
+
+
+class _Same:
+    """An object that equals itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
+    """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared."""
+    if value is None or isinstance(value, (bool, str)):
+        return type(value).__name__, value
+    if isinstance(value, (int, float, np.number)):
+        return "number", "nan" if value != value else value
+    if isinstance(value, _FUNCTIONS):
+        return "part", value
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            return None
+        numbers = value.reshape(-1)[:: 1 + value.size // _MOST_NUMBERS]
+        return "array", (value.dtype, value.shape, zlib.crc32(numbers.tobytes()))
+    if isinstance(value, (set, frozenset)):
+        plain = all(isinstance(item, (int, float, str)) for item in value)
+        return ("set", frozenset(value)) if plain and len(value) <= _MOST_ENTRIES else None
+    if isinstance(value, (list, tuple, dict)):
+        if depth == _DEEPEST or len(value) > _MOST_ENTRIES:
+            return None
+        items = value.values() if isinstance(value, dict) else value
+        keys = tuple(value) if isinstance(value, dict) else len(value)
+        return "collection", (keys, [_comparable(item, depth + 1) for item in items])
+    if isinstance(value, tf.Tensor):
+        return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
+    is_object = isinstance(value, _PARTS_OF_KERAS) or classes_of_user(type(value))
+    return ("part", _Same(value)) if is_object else None
+
+
+def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:
+    """Returns whether a value that `_comparable` gave has become another one.
+
+    A collection that has got more entries may collect values while a step is traced, and so may one
+    that is made when it is needed.
+    """
+    if value is None or current is None:
+        return False
+    if value[0] != current[0]:
+        return not (value[0] == "NoneType" and current[0] in ("collection", "set"))
+    if value[0] == "set":
+        return len(value[1]) == len(current[1]) and value != current
+    if value[0] == "collection":
+        (keys, items), (current_keys, current_items) = value[1], current[1]
+        return keys == current_keys and any(map(_is_new, items, current_items))
+    return value != current
