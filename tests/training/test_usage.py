@@ -188,7 +188,15 @@ def test_a_model_that_is_not_prepared_is_told_once(results: list[Any], place: st
 
 
 @pytest.mark.parametrize(
-    "case", ["before fit", "rate in a callback", "before evaluate", "before predict"]
+    "case",
+    [
+        "before fit",
+        "rate in a callback",
+        "before evaluate",
+        "before predict",
+        "before train_on_batch",
+        "between calls of predict_on_batch",
+    ],
 )
 @behaviour(usage.weights_set_on_the_chief_alone, at=[TWO_WORKERS])
 def test_workers_with_different_weights_are_told(errors: list[list[str]], case: str) -> None:

@@ -6,11 +6,13 @@ A change of some entries of a `tf.Variable` is made as an assignment of all of t
 |---|---|---|---|
 | assignments | public: `keras.Variable.assign`; private: `assign`, `assign_add`, `assign_sub` of `DistributedVariable`, `MirroredVariable`, `SyncOnReadVariable` and `ResourceVariable` | none | a variable that a step changes gets the value of the global batch |
 | changes of some entries | private: `scatter_*`, `batch_scatter_update`, `_strided_slice_assign` of the same classes | none | the same |
+| changes by a handle | public: the assignments, scatters and optimizers' steps of `tf.raw_ops` | none | the same |
 """  # noqa: E501
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -75,6 +77,10 @@ _COMPUTE = {
     "min": tf.tensor_scatter_nd_min,
 }
 _SLICE = "_strided_slice_assign"
+# The raw operations that change a variable: assignments, changes of entries, steps of optimizers.
+_RAW_CHANGE = re.compile(
+    r"(Assign\w*Variable|ResourceS(parse|catter|tridedSlice)|ResourceApply)\w*"
+)
 # What computes the new value of all entries, by the name of the method that changes some.
 _OF_ENTRIES: dict[str, NewValue] = {
     **{f"scatter_{name}": _by_rows(compute) for name, compute in _COMPUTE.items()},
@@ -98,6 +104,17 @@ def install() -> None:
         replace(tf.compat.v1, f"scatter_{name}", in_replica_slice(_by_method))
     for name in ("add", "sub", "update"):
         replace(tf.compat.v1, f"scatter_nd_{name}", in_replica_slice(_by_method))
+    for name in dir(tf.raw_ops):
+        if _RAW_CHANGE.match(name):
+            replace(tf.raw_ops, name, in_replica_slice(_change_by_raw_operation))
+
+
+def _change_by_raw_operation(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
+) -> Any:
+    """Notes that it is not understood how `tf.raw_ops` changes a variable, given by its handle."""
+    replica_slice.note_unknown(f"a change of a variable by tf.raw_ops ({original.__name__})")
+    return original(*args, **kwargs)
 
 
 def _by_method(

@@ -58,7 +58,7 @@ from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import loops, same_data
 from tfmulti.training.loop.keras_limits import feed_within_limit, limited_epochs
 from tfmulti.training.loop.notes import Notes
-from tfmulti.training.loop.same_weights import check_same_weights
+from tfmulti.training.loop.same_weights import check_between_batches, check_same_weights
 from tfmulti.training.memory import (
     GB,
     MemoryEstimate,
@@ -615,6 +615,7 @@ class DistributedModel(keras.Model):
             sample_weight = weights_of_classes(y, class_weight, sample_weight)
         batch = _one_batch(x, y, sample_weight)
         model_checks.build(self, batch, optimizers=bool(self.run_eagerly))
+        check_between_batches(self)
         self.make_train_function()
         warn_of_old_values(self, "train_step")
         given = from_batch(batch, self._placement)
@@ -640,6 +641,7 @@ class DistributedModel(keras.Model):
         batch = _one_batch(x, y, sample_weight)
         with run_state.evaluating(self):
             model_checks.build(self, batch, step="test_step")
+            check_between_batches(self)
             self.make_test_function()
             warn_of_old_values(self, "test_step")
             given = from_batch(batch, self._placement)
@@ -662,6 +664,7 @@ class DistributedModel(keras.Model):
         """
         if self.predict_function is None:
             relocation.enter(self)
+        check_between_batches(self)
         self.make_predict_function()
         warn_of_old_values(self, "predict_step")
         batch = from_batch(_one_batch(x, None, None), self._placement)

@@ -819,12 +819,19 @@ def weights_set_on_the_chief_alone(when: str) -> Any:
                 self.model.optimizer.learning_rate = 0.5
 
     fit(model)
-    if is_chief and when != "rate in a callback":
+    if is_chief and when.startswith("before"):
         model.set_weights([2 * value for value in model.get_weights()])
     if when == "before evaluate":
         model.evaluate(X, Y, verbose=0)
     elif when == "before predict":
         model.predict(X, verbose=0)
+    elif when == "before train_on_batch":
+        model.train_on_batch(X, Y)
+    elif when == "between calls of predict_on_batch":
+        for call in range(20):
+            if is_chief and call == 5:
+                model.set_weights([2 * value for value in model.get_weights()])
+            model.predict_on_batch(X)
     else:
         fit(model, epochs=2, callbacks=[Set()])
 

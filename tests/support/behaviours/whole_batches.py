@@ -135,6 +135,10 @@ class Evaluated(keras.Model):
             tf.cond(ratio > 0, lambda: self.bank[1].assign(ratio) + 0.0, lambda: self.bank + 0.0)
         if self.case == "entries by a factor":
             self.bank.scatter_mul(rows)
+        if self.case == "entries by a handle":
+            tf.raw_ops.AssignAddVariableOp(
+                resource=self.bank.handle, value=tf.stack([ratio, ratio, -ratio])
+            )
         return tf.reduce_sum(self.bank)
 
     def test_step(self, data: Any) -> dict[str, Any]:
@@ -161,6 +165,7 @@ CASES = [
     "entries by a slice",
     "entries in a condition",
     "entries by a factor",
+    "entries by a handle",
     "random numbers",
     "shuffled",
     "python",

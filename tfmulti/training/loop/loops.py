@@ -32,7 +32,7 @@ from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.interface import Feed
 from tfmulti.training.loop.data_faults import data_faults_explained, fault_of_any
 from tfmulti.training.loop.same_data import check_same_batches
-from tfmulti.training.loop.same_weights import SMALL, check_same_weights
+from tfmulti.training.loop.same_weights import check_same_weights
 from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.loop.stop_votes import Votes
 from tfmulti.training.state.trainer_state import state_of
@@ -134,7 +134,7 @@ def train(model: keras.Model, training: Training) -> Logs:
         else:
             model.reset_metrics()
             callbacks.on_epoch_begin(progress.epoch)
-        check_same_weights(model, SMALL if has_trained else float("inf"))
+        check_same_weights(model, all_numbers=not has_trained)
         has_trained = True
         has_no_more, stopped = _epoch(model, training, progress, clock)
         logs = dict(progress.logs)

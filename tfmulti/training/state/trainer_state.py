@@ -122,6 +122,7 @@ class TrainerState:
         told: the differences from plain Keras that were printed or warned of, each of them once.
         saved_variables: the values, from the checkpoint of a resumed run, of variables that are
             not made yet: seeds of layers that are not built, and variables outside of the model.
+        calls_on_batch: how often `train_on_batch` and the like were called.
         evaluation_metrics: the variables of metrics that only evaluations use.
     """
 
@@ -139,6 +140,7 @@ class TrainerState:
     interrupted: str | None = None
     specs: Any = None
     seeds_drawn: int = 0
+    calls_on_batch: int = 0
     told: set[str] = field(default_factory=set)
     saved_variables: dict[str, Any] = field(default_factory=dict)
     evaluation_metrics: list[Any] = field(default_factory=list)
