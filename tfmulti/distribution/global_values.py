@@ -44,6 +44,7 @@ from tfmulti.distribution.replica_context import (
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
 from tfmulti.distribution.row_rules import Kind, Label, counts_own_rows, varying_inputs
+from tfmulti.distribution.tape_records import TapeRecord
 from tfmulti.errors import ModelError
 
 
@@ -57,7 +58,6 @@ class _Built:
         rows: this replica's rows, computed with values of the global batch.
         leaves: tensors of the user's step from which the others were built.
         watched: the values of one device by which tapes differentiate in place of the step's own.
-        begun: how many operations the graph had when each tape began to record, by its id.
         mixes: whether replicas may use a value of the global batch differently. This is so if
             `rows` depend on other rows by more than their number.
     """
@@ -67,7 +67,6 @@ class _Built:
     rows: dict[str, tf.Tensor] = field(default_factory=dict)
     leaves: dict[str, tf.Tensor] = field(default_factory=dict)
     watched: dict[str, tf.Tensor] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)
     mixes: bool = False
 
 
@@ -226,21 +225,9 @@ def note_unknown(replica_slice: ReplicaSlice, value: Any) -> None:
         replica_slice.note_unknown(label.reason)
 
 
-def note_tape(replica_slice: ReplicaSlice, tape: int) -> None:
-    """Notes that a tape, which has an id, begins to record now."""
-    if are_known(replica_slice):
-        _Builder(replica_slice, tf.compat.v1.get_default_graph()).note_tape(tape)
-
-
 def depends_on_several_rows(replica_slice: ReplicaSlice, value: Any) -> bool:
     """Returns whether it is known that a tensor depends on several rows of the batch together."""
     return are_known(replica_slice) and _is_of_several_rows(value)
-
-
-def is_outside_of_tape(replica_slice: ReplicaSlice, value: tf.Tensor, tape: int) -> bool:
-    """Returns whether a tensor was computed before a tape began to record."""
-    with _builder_of(replica_slice, value) as builder:
-        return builder.is_outside_of_tape(value, tape)
 
 
 def watched_by_tape(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
@@ -258,8 +245,8 @@ def watched_by_tape(replica_slice: ReplicaSlice, value: tf.Tensor) -> tf.Tensor:
 
 
 Gradient = Callable[..., Any]
-# The id of the tape that this thread asks for a gradient, or None.
-_tape: PerThread[int | None] = PerThread(None)
+# What the tape has recorded that this thread asks for a gradient; None if that is unknown.
+_tape: PerThread[TapeRecord | None] = PerThread(None)
 _BY_SEVERAL_ROWS = "a gradient by a tensor that is computed from several rows"
 
 
@@ -269,7 +256,7 @@ def gradient(
     target: Any,
     sources: Any,
     *,
-    tape: int | None = None,
+    tape: TapeRecord | None = None,
     is_recorded: bool = False,
     **options: Any,
 ) -> Any:
@@ -284,7 +271,7 @@ def gradient(
         target: the tensor or tensors to differentiate. A tensor of several values stands for their
             sum.
         sources: variables or tensors.
-        tape: the id of the tape.
+        tape: what the tape has recorded; None if that is unknown.
         is_recorded: whether a tape records the gradient, and may differentiate it once more.
         **options: further arguments of `GradientTape.gradient`.
 
@@ -326,7 +313,8 @@ def gradient(
             zip(flat_sources, tf.nest.flatten(results), strict=True), are_unknown
         )
         for source, value in unknown:
-            _mark_unknown(builder, source, value)
+            is_connected = any(_is_computed_from(target, source) for target in targets)
+            _mark_unknown(builder, source, value, is_connected=is_connected)
     return results
 
 
@@ -346,29 +334,39 @@ def _gradient_of_built(
     leaves = builder.leaves_behind(built)
     seeds = builder.gradients(built, leaves)
     pairs = [(leaf, seed) for leaf, seed in zip(leaves, seeds, strict=True) if seed is not None]
+    # An outer tape records no lookups, so their gradients are dense.
+    are_dense = [is_recorded or not isinstance(seed, tf.IndexedSlices) for _, seed in pairs]
+    dense = list(itertools.compress(pairs, are_dense))
+    lookups = [pair for pair, is_dense in zip(pairs, are_dense, strict=True) if not is_dense]
+    own = [tf.convert_to_tensor(seed) for _, seed in dense]
     if is_recorded:
-        # An outer tape records no lookups, so their gradients are dense.
-        own = [builder.factor_on_tape(seed) for _, seed in pairs]
+        own = [builder.factor_on_tape(seed) for seed in own]
+    if dense:
         options = options | {"output_gradients": own}
-        return compute([leaf for leaf, _ in pairs], sources, **options)
-    lookups = [pair for pair in pairs if isinstance(pair[1], tf.IndexedSlices)]
-    others = [pair for pair in pairs if not isinstance(pair[1], tf.IndexedSlices)]
-    options = options | {"output_gradients": [seed for _, seed in others]}
-    gradients = compute([leaf for leaf, _ in others], sources, **options)
+        gradients = compute([leaf for leaf, _ in dense], sources, **options)
+    else:
+        # No source has a gradient by a constant.
+        gradients = compute(tf.zeros([]), sources, **options | {"output_gradients": None})
     return _with_lookups(gradients, sources, lookups) if lookups else gradients
 
 
-def _mark_unknown(builder: _Builder, source: tf.Tensor, value: Any) -> None:
+def _mark_unknown(builder: _Builder, source: tf.Tensor, value: Any, *, is_connected: bool) -> None:
     """Labels a gradient by a tensor of several rows that no tape watches, or refuses it.
 
     Values of the global batch are built from the rows, and do not depend on such a tensor.
+
+    Args:
+        builder: has built the target.
+        source: the tensor.
+        value: the gradient, or None.
+        is_connected: whether the step computes the target from the tensor.
 
     Raises:
         ModelError: there is no gradient, since the target was built again.
     """
     if isinstance(value, tf.Tensor):
         row_labels.mark(value, row_labels.local(_BY_SEVERAL_ROWS))
-    elif builder.has_built(source):
+    elif builder.has_built(source) and is_connected:
         raise ModelError(
             f"the step takes {_BY_SEVERAL_ROWS}, such as the output of a layer that mixes rows. "
             "Call tape.watch(tensor) before you use the tensor."
@@ -386,10 +384,31 @@ def _with_lookups(gradients: Any, sources: Any, lookups: Sequence[tuple[tf.Tenso
     graph = tf.compat.v1.get_default_graph()
     inputs = [graph.capture(getattr(s, "handle", s)) for s in tf.nest.flatten(sources)]
     totals = tf.nest.flatten(gradients)
+    record = _tape.get()
+    unrecorded = record.unrecorded() if record is not None and record.graph is graph else set()
     for leaf, seed in lookups:
-        found = tf.gradients(leaf, inputs, grad_ys=seed)
+        before = [t for op in _operations_behind(leaf) if op.name in unrecorded for t in op.outputs]
+        stops = [t for t in before if t.op.type != "Placeholder"]
+        found = tf.gradients(leaf, inputs, grad_ys=seed, stop_gradients=stops)
         totals = [_added(*pair) for pair in zip(totals, found, strict=True)]
     return tf.nest.pack_sequence_as(gradients, totals)
+
+
+def _operations_behind(value: tf.Tensor) -> Iterator[tf.Operation]:
+    """Yields the operations from which a tensor is computed, in its own graph."""
+    seen, stack = set(), [value.op]
+    while stack:
+        op = stack.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            yield op
+            stack += [t.op for t in op.inputs]
+
+
+def _is_computed_from(value: tf.Tensor, source: tf.Tensor) -> bool:
+    """Returns whether a tensor is computed from another one of its graph."""
+    found = _operations_behind(value)
+    return value is source or any(t is source for op in found for t in op.inputs)
 
 
 def _added(one: Any, other: Any) -> Any:
@@ -546,7 +565,7 @@ class _Builder:
             if tensor.name in visited:
                 continue
             visited.add(tensor.name)
-            if tensor.name not in self._built.leaves:
+            if tensor.name not in self._built.leaves or self._is_unknown_to_tape(tensor):
                 stack += tensor.op.inputs
             elif tensor.dtype.is_floating and tensor.op.type != "Const":
                 leaves.append(tensor)
@@ -590,35 +609,36 @@ class _Builder:
     def gradients(self, built: Any, leaves: Sequence[tf.Tensor], upstream: Any = None) -> list[Any]:
         """Returns the gradients of built values by tensors of the user's step.
 
-        The tape does not differentiate values that the step computed before the tape began.
+        The tape does not differentiate values that it has not recorded.
         """
         stops = [*leaves, *self._constants(leaves)]
         found: list[Any] = tf.gradients(built, leaves, upstream, stop_gradients=stops)
         return found
 
-    def note_tape(self, tape: int) -> None:
-        """Notes that a tape, which has an id, begins to record now."""
-        self._built.begun[tape] = len(self._graph.get_operations())
-
-    def is_outside_of_tape(self, value: tf.Tensor, tape: int) -> bool:
-        """Returns whether a tensor was computed before a tape began to record."""
-        return value.op in self._graph.get_operations()[: self._built.begun.get(tape, 0)]
+    def _is_unknown_to_tape(self, leaf: tf.Tensor) -> bool:
+        """Returns whether another tape watches a leaf than the one that is asked for a gradient."""
+        record = _tape.get()
+        is_watched = any(leaf is new for new in self._built.watched.values())
+        return is_watched and record is not None and not record.follows(leaf)
 
     def _constants(self, leaves: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the built values of operations that the step ran before the tape began.
+        """Returns the built values of operations that the tape has not recorded.
 
         The values that were built from the leaves themselves are left out.
         """
-        count = self._built.begun.get(_tape.get() or 0, 0)
-        first = {op.name for op in self._graph.get_operations()[:count]}
+        record, built = _tape.get(), self._built
+        if record is None or record.graph is not self._graph:
+            return []
+        unrecorded = record.unrecorded()
         of_leaves = {leaf.name for leaf in leaves}
-        of_leaves |= {name for name, new in self._built.watched.items() if new.name in of_leaves}
-        built = self._built
+        of_leaves |= {name for name, new in built.watched.items() if new.name in of_leaves}
         return [
             tensor
             for table in (built.averages, built.globals, built.rows)
             for name, tensor in table.items()
-            if name.rpartition(":")[0] in first and name not in of_leaves and tensor.name != name
+            if name.rpartition(":")[0] in unrecorded
+            and name not in of_leaves
+            and tensor.name != name
         ]
 
     def watched(self, value: tf.Tensor) -> tf.Tensor:
@@ -975,8 +995,7 @@ class _Builder:
         new_value = new_op.outputs[value.value_index]
         # If TensorFlow has no gradient for an operation, the step gives it nothing but data.
         has_gradient = custom_gradients.Registry.has_gradient(new_op)
-        is_recorded = has_gradient and not row_labels.is_unrecorded(op)
-        return new_value if is_recorded else tf.stop_gradient(new_value)
+        return new_value if has_gradient else tf.stop_gradient(new_value)
 
 
 def _whole_gradient(replica_slice: ReplicaSlice, built: _Built, upstream: tf.Tensor) -> tf.Tensor:

@@ -62,7 +62,6 @@ class _Marks:
         calls: for each output of a marked layer, the inputs of the layer.
         reductions: sums and means over rows, numbers of rows, and states of metrics.
         rearranged: rows that follow from other rows (`row_rules.parts_of_rearranged`).
-        unrecorded: the names of operations that no tape has recorded.
         metric_handles: the handles of the metrics' variables: their ids, and the names of the
             graph's inputs that stand for them.
         origins: for inputs of functions, the tensors outside that they stand for.
@@ -73,7 +72,6 @@ class _Marks:
     calls: dict[str, list[Any]] = field(default_factory=dict)
     reductions: set[str] = field(default_factory=set)
     rearranged: set[str] = field(default_factory=set)
-    unrecorded: set[str] = field(default_factory=set)
     metric_handles: set[int | str] = field(default_factory=set)
     origins: dict[str, Any] = field(default_factory=dict)
 
@@ -315,18 +313,6 @@ def is_reduction_of_rows(tensor: tf.Tensor) -> bool:
     # `label_of` also fills `marks.reductions`.
     label_of(tensor)
     return marks is not None and tensor.name in marks.reductions
-
-
-def mark_unrecorded(operations: Iterable[tf.Operation]) -> None:
-    """Says that no tape has recorded operations (`tape.stop_recording`)."""
-    for op in operations:
-        if op.graph in _graphs:
-            _graphs[op.graph].unrecorded.add(op.name)
-
-
-def is_unrecorded(op: tf.Operation) -> bool:
-    """Returns whether `mark_unrecorded` got an operation."""
-    return op.graph in _graphs and op.name in _graphs[op.graph].unrecorded
 
 
 def is_rearranged(tensor: tf.Tensor) -> bool:

@@ -113,7 +113,9 @@ def _change_by_raw_operation(
     original: Callable[..., Any], replica_slice: ReplicaSlice, *args: Any, **kwargs: Any
 ) -> Any:
     """Notes that it is not understood how `tf.raw_ops` changes a variable, given by its handle."""
-    replica_slice.note_unknown(f"a change of a variable by tf.raw_ops ({original.__name__})")
+    if _is_change_by_user():
+        reason = f"a change of a variable by tf.raw_ops ({original.__name__})"
+        replica_slice.note_unknown(reason)
     return original(*args, **kwargs)
 
 

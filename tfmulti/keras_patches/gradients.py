@@ -6,6 +6,7 @@ weighted by its rows, is the gradient of the global batch (`distribution.global_
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | `_recomputed` | `custom_gradient._graph_mode_decorator` | none | a graph tells that a custom gradient is that of `tf.recompute_grad` |
+| `_push`, `_pop` | `GradientTape._push_tape`, `_pop_tape`, `_tape` | none | a tape tells which operations it has recorded |
 | `_has_gradient` | `ops.get_gradient_function` | none | an operation tells whether it has a gradient |
 """  # noqa: E501
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -25,16 +27,18 @@ from tfmulti.distribution import custom_gradients, global_values, losses, row_la
 from tfmulti.distribution.custom_gradients import mark_formula
 from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.distribution.row_rules import Kind
+from tfmulti.distribution.tape_records import TapeRecord
 from tfmulti.keras_patches.patching import in_replica_slice, replace
 
-_stopped = tf.GradientTape.stop_recording
+# What the tapes of steps have recorded.
+_records: weakref.WeakKeyDictionary[tf.GradientTape, TapeRecord] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
     """Patches the methods of `tf.GradientTape`, and the gradients of `tf.recompute_grad`."""
-    replace(tf.GradientTape, "__enter__", in_replica_slice(_enter))
+    replace(tf.GradientTape, "_push_tape", in_replica_slice(_push))
+    replace(tf.GradientTape, "_pop_tape", in_replica_slice(_pop))
     replace(tf.GradientTape, "watch", in_replica_slice(_watch))
-    replace(tf.GradientTape, "stop_recording", in_replica_slice(_stop_recording))
     replace(tf.GradientTape, "gradient", _gradient)
     replace(tf.GradientTape, "batch_jacobian", in_replica_slice(_batch_jacobian))
     replace(custom_gradient_module, "_graph_mode_decorator", in_replica_slice(_recomputed))
@@ -54,33 +58,37 @@ def _watch(
     original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape, tensor: Any
 ) -> None:
     """Watches a tensor, and its value on one device if it depends on several rows."""
+    known = _records.get(tape)
+    for value in tf.nest.flatten(tensor, expand_composites=True):
+        if known is not None and isinstance(value, tf.Tensor):
+            known.watch(value, is_followed=record.should_record_backprop([value]))
     original(tape, tensor)
     for value in tf.nest.flatten(tensor, expand_composites=True):
         if not global_values.depends_on_several_rows(replica_slice, value):
             continue
-        is_outside = global_values.is_outside_of_tape(replica_slice, value, id(tape))
+        is_outside = known is not None and not known.has_recorded(value)
         # The tape has not recorded how the value was computed, but an outer tape may have.
-        with _stopped(tape) if is_outside else contextlib.nullcontext():
+        with tape.stop_recording() if is_outside else contextlib.nullcontext():
             of_one_device = global_values.watched_by_tape(replica_slice, value)
         original(tape, of_one_device)
+        if known is not None:
+            known.watch(of_one_device, is_followed=True)
 
 
-def _enter(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape) -> Any:
-    """Notes where the tape begins, since it differentiates by nothing that was computed before."""
-    global_values.note_tape(replica_slice, id(tape))
-    return original(tape)
+def _push(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape) -> None:
+    """Notes that the tape begins to record, or goes on after it was stopped."""
+    is_new = tape._tape is None
+    original(tape)
+    if is_new or tape not in _records:
+        _records[tape] = TapeRecord(tf.compat.v1.get_default_graph())
+    _records[tape].begin()
 
 
-@contextlib.contextmanager
-def _stop_recording(
-    original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape
-) -> Iterator[None]:
-    """Stops recording inside the context. Values that are computed there get no gradient later."""
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    with original(tape):
-        yield
-    row_labels.mark_unrecorded(graph.get_operations()[before:])
+def _pop(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.GradientTape) -> None:
+    """Notes that the tape records no longer, until it may go on."""
+    original(tape)
+    if tape in _records:
+        _records[tape].end()
 
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +120,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
             compute,
             target,
             sources,
-            tape=id(self),
+            tape=_records.get(self),
             is_recorded=recorded,
             output_gradients=output_gradients,
             unconnected_gradients=unconnected_gradients,

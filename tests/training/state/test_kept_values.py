@@ -52,6 +52,7 @@ class Configured(keras.layers.Layer):
         self.table, self.options, self.sizes = np.ones(3), {"power": 1}, [1, 2]
         self.nested, self.groups, self.large = [[1, 2], {"a": 3}], {1, 2}, np.zeros(1_000_000)
         self.notes: Any = None
+        self.beta, self.by_text = np.float32(1.0), False
         self.odd, self.helper, self.part = np.array([1.0, np.nan]), None, keras.layers.Dense(1)
         self.read: Callable[[], Any] = lambda: outer
 
@@ -71,6 +72,7 @@ class Configured(keras.layers.Layer):
         self.helped()
         of_others = [RATE, TABLE, WEIGHTS, CHOSEN, LOSS, schedule.rate, schedule.warmup.steps]
         own = [self.odd, self.flag, self.scale, self.function, self.table, self.options, self.sizes]
+        own += [self.beta, getattr(self, "by_text")]  # noqa: B009
         return [x, own, of_others, self.nested, self.groups, self.large, self.part, self.read()]
 
 
@@ -97,6 +99,15 @@ def change_of(layer: Any, change: Any) -> str | None:
         (lambda layer: setattr(layer, "groups", {1, 3}), "groups"),
         (lambda layer: setattr(layer, "part", keras.layers.Dense(1)), "part"),
         (lambda layer: setattr(layer, "helper", twice), "helper"),
+        (lambda layer: setattr(layer, "sizes", [1, 2, 3]), "sizes"),
+        (lambda layer: setattr(layer, "scale", [1, 2]), "scale"),
+        (lambda layer: setattr(layer, "beta", np.float32(0.5)), "beta"),
+        (lambda layer: setattr(layer, "beta", None), "beta"),
+        (lambda layer: setattr(layer, "flag", np.bool_(True)), "flag"),
+        (lambda layer: setattr(layer, "by_text", True), "by_text"),
+        (lambda layer: delattr(layer, "beta"), "beta"),
+        (lambda layer: setattr(layer, "groups", {1}), "groups"),
+        (lambda layer: setattr(layer, "scale", [tf.ones(2)]), None),
         (lambda layer: layer.sizes.append(3), None),
         (lambda layer: layer.groups.add(3), None),
         (lambda layer: layer.options.update({"a": layer.options}), None),

@@ -101,7 +101,7 @@ def first_new_value(values: Sequence[Kept]) -> str | None:
     for read_now, words, before in values:
         now = read_now()
         for name, value in before.items():
-            if name in now and _is_new(value, _comparable(now[name])):
+            if _is_new(value, _comparable(now.get(name))):
                 return words(name)
     return None
 
@@ -233,8 +233,10 @@ class _Same:
 
 def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
     """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared."""
-    if value is None or isinstance(value, (bool, str)):
-        return type(value).__name__, value
+    if isinstance(value, (bool, np.bool_)):
+        return "bool", bool(value)
+    if value is None or isinstance(value, str):
+        return "None" if value is None else "text", value
     if isinstance(value, (int, float, np.number)):
         return "number", "nan" if value != value else value
     if isinstance(value, _FUNCTIONS):
@@ -252,7 +254,7 @@ def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
             return None
         items = value.values() if isinstance(value, dict) else value
         keys = tuple(value) if isinstance(value, dict) else len(value)
-        return "collection", (keys, [_comparable(item, depth + 1) for item in items])
+        return "collection", (keys, [_comparable(i, depth + 1) for i in items], _Same(value))
     if isinstance(value, tf.Tensor):
         return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
     is_object = isinstance(value, _PARTS_OF_KERAS) or classes_of_user(type(value))
@@ -262,16 +264,25 @@ def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
 def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:
     """Returns whether a value that `_comparable` gave has become another one.
 
-    A collection that has got more entries may collect values while a step is traced, and so may one
-    that is made when it is needed.
+    A collection may collect values while a step is traced. So it is no new one if it has got more
+    entries, or if it is made when it is needed and holds more than numbers and texts.
     """
     if value is None or current is None:
         return False
     if value[0] != current[0]:
-        return not (value[0] == "NoneType" and current[0] in ("collection", "set"))
+        return value[0] != "None" or _is_plain(current) or current[0] in ("part", "tensor")
     if value[0] == "set":
-        return len(value[1]) == len(current[1]) and value != current
+        return not value[1] <= current[1]
     if value[0] == "collection":
-        (keys, items), (current_keys, current_items) = value[1], current[1]
-        return keys == current_keys and any(map(_is_new, items, current_items))
+        (keys, items, owner), (current_keys, current_items, current_owner) = value[1], current[1]
+        if keys != current_keys:
+            return owner != current_owner and _is_plain(value) and _is_plain(current)
+        return any(map(_is_new, items, current_items))
     return value != current
+
+
+def _is_plain(value: tuple[str, Any] | None) -> bool:
+    """Returns whether `_comparable` gave a number, a text, an array or a collection of these."""
+    if value is None or value[0] in ("part", "tensor"):
+        return False
+    return value[0] != "collection" or all(map(_is_plain, value[1][1]))

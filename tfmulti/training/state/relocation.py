@@ -261,9 +261,13 @@ def globals_in(code: types.CodeType) -> list[str]:
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """Returns the globals and attributes that a function, and the functions in it, name."""
+    """Returns the globals and attributes that a function, and the functions in it, name.
+
+    `getattr` and `vars` get the name as a text.
+    """
     inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*map(names_in, inside))
+    texts = {part for part in code.co_consts if isinstance(part, str) and part.isidentifier()}
+    return frozenset(texts.union(code.co_names, *map(names_in, inside)))
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any, dict[str, Any]]]:
