@@ -144,9 +144,7 @@ def rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     if not are_known(replica_slice) or label_of(value).kind is not Kind.MIXED:
         return value
     with _builder_of(replica_slice, value) as builder:
-        rows = builder.on_tape(builder.rows(value))
-    row_labels.mark(rows, row_labels.rows(label_of(value).parts))
-    return rows
+        return builder.watched(value)
 
 
 def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:

@@ -64,6 +64,9 @@ def by_parts(
     if "inputs" in arguments and arguments.get("noise_shape") is None:
         # A dropout of a matrix of the whole batch, such as the product of a graph's edges and rows.
         inputs = global_values.input_of_one_device(replica_slice, arguments["inputs"])
+        if not inputs.shape[1:].is_fully_defined():
+            # A row of comparisons with all rows is longer on one device, and gets more numbers.
+            inputs = global_values.rows_of_one_device(replica_slice, inputs)
         arguments = arguments | {"inputs": inputs}
     for name in ("shape", "noise_shape"):
         if arguments.get(name) is not None:
@@ -148,8 +151,8 @@ def _parts_of(value: Any) -> Parts | None:
     if isinstance(value, tf.Tensor) and value.shape.rank == 1:
         return row_labels.parts_counted(value)
     if isinstance(value, (list, tuple)) and len(value) and tf.is_tensor(value[0]):
-        # If a later size counts the rows, too, one device draws more numbers for each row.
-        later = (row_labels.parts_counted(size) for size in value[1:] if tf.is_tensor(size))
+        # If a later size follows from the rows, too, one device draws more numbers for each row.
+        later = (row_labels.may_count_rows(size) for size in value[1:] if tf.is_tensor(size))
         return row_labels.parts_counted(value[0]) if not any(later) else None
     return None
 

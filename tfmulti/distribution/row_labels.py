@@ -367,7 +367,8 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     """
     op = size.op
     if op.type == "Shape":
-        return label_of(op.inputs[0]).parts or None
+        # A later axis of mixed rows may count the rows of all replicas.
+        return None if label_of(size).kind is Kind.GLOBAL else label_of(op.inputs[0]).parts or None
     is_number = op.type in ("Reshape", "ExpandDims") and op.inputs[0].shape.rank == 0
     if is_number or op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
         return parts_counted(op.inputs[0])
@@ -387,6 +388,22 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
             if parts is not None:
                 return (int(times) * sum(parts),)
     return None
+
+
+def may_count_rows(size: tf.Tensor) -> bool:
+    """Returns whether a size may follow from the number of rows, as far as is known.
+
+    The other sizes of a tensor with rows do not.
+    """
+    if label_of(size).kind is Kind.ALIKE:
+        return False
+    op = size.op
+    if op.type == "Unpack" and size.value_index > 0:
+        return may_count_rows(op.inputs[0]) and op.inputs[0].op.type != "Shape"
+    if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape":
+        begin = tf.get_static_value(op.inputs[1])
+        return begin is None or begin[0] == 0
+    return not op.inputs or op.type == "Shape" or any(map(may_count_rows, op.inputs))
 
 
 def _called(inputs: Sequence[Label]) -> Label | None:

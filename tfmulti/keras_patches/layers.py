@@ -4,7 +4,7 @@ Layers that compare the rows of a batch get the rows of all replicas.
 
 | what | name | upstream | can go when |
 |---|---|---|---|
-| labels of rows | public: `Layer.__call__`; private: `get_stateless_scope` | none | never: it records which rows a layer's outputs belong to |
+| labels of rows | public: `Layer.__call__`; private: `get_stateless_scope`, `get_keras_mask`, `set_keras_mask` | none | never: it records which rows a layer's outputs belong to |
 | layers that look at all rows | public: `call` of `batch_dependent_layers.LAYERS`, AugMix and SpectralNormalization | none | these layers know about replicas |
 | conditions | private: `tensorflow.python.ops.cond.cond`, which `tf.cond` and AutoGraph's `if` call | none | never: all replicas must take the branch of one device |
 | custom steps | public: `tf.nn.compute_average_loss`, `tf.nn.scale_regularization_loss`, `tf.clip_by_global_norm`, `tf.linalg.global_norm`, `tf.nn.ctc_loss` | none | these functions know about replicas |
@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from tensorflow.python.eager import record
 from tensorflow.python.ops import cond as cond_module
@@ -200,24 +201,40 @@ in_layer_of_keras = PerThread(False)
 
 
 def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a `__call__` that labels outputs whose rows depend on the same input row alone."""
+    """Returns a `__call__` that labels outputs whose rows depend on the same input row alone.
+
+    If the inputs depend on other rows, such a layer gets the rows as one device computes them.
+    """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         replica_slice = partial()
-        if replica_slice is not None and isinstance(self, _OF_ROWS_ALONE):
-            rows = functools.partial(global_values.rows_of_one_device, replica_slice)
-            args = tf.nest.map_structure(rows, args)
+        works_by_rows = row_labels.are_kept() and _works_by_rows(self, args)
+        if replica_slice is not None and (works_by_rows or isinstance(self, _LOOPS_AND_STATISTICS)):
+            rows = functools.partial(_rows_of_one_device, replica_slice)
+            args, kwargs = tf.nest.map_structure(rows, (args, kwargs))
         with in_layer_of_keras.set_to(_is_layer_of_keras(self)):
             outputs = original(self, *args, **kwargs)
-        if row_labels.are_kept() and _works_by_rows(self, args):
+        if works_by_rows:
             row_labels.mark_call((args, kwargs, _given_weights(self)), outputs)
         return outputs
 
     return call
 
 
+def _rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
+    """Returns this replica's rows as one device computes them, with the mask that Keras gave."""
+    rows = global_values.rows_of_one_device(replica_slice, value)
+    mask = get_keras_mask(value)
+    if mask is not None:
+        mask_of_rows = global_values.rows_of_one_device(replica_slice, mask)
+        if rows is value and mask_of_rows is not mask:
+            rows = tf.identity(value)
+        set_keras_mask(rows, mask_of_rows)
+    return rows
+
+
 # The statistics and loops of these layers cannot be computed again from other values.
-_OF_ROWS_ALONE = (keras.layers.BatchNormalization, keras.layers.RNN)
+_LOOPS_AND_STATISTICS = (keras.layers.BatchNormalization, keras.layers.RNN)
 
 
 # A Lambda runs a function of the user's own. A MelSpectrogram takes the maximum of the whole batch.

@@ -43,8 +43,17 @@ NOTES = "no step reads this"
 schedule = Schedule()
 
 
+class Settings:
+    """Has no method, and a number that a layer reads."""
+
+    def __init__(self) -> None:
+        self.decay, self.unused = 0.9, 0
+
+
 class Configured(keras.layers.Layer):
     """Reads values of all kinds in its `call`, and one only in another place."""
+
+    names = {"of": "a class"}  # noqa: RUF012
 
     def __init__(self, outer: Any = 1.0) -> None:
         super().__init__()
@@ -52,6 +61,7 @@ class Configured(keras.layers.Layer):
         self.table, self.options, self.sizes = np.ones(3), {"power": 1}, [1, 2]
         self.nested, self.groups, self.large = [[1, 2], {"a": 3}], {1, 2}, np.zeros(1_000_000)
         self.notes: Any = None
+        self.best, self.settings = 0.0, Settings()
         self.beta, self.by_text = np.float32(1.0), False
         self.odd, self.helper, self.part = np.array([1.0, np.nan]), None, keras.layers.Dense(1)
         self.read: Callable[[], Any] = lambda: outer
@@ -72,7 +82,7 @@ class Configured(keras.layers.Layer):
         self.helped()
         of_others = [RATE, TABLE, WEIGHTS, CHOSEN, LOSS, schedule.rate, schedule.warmup.steps]
         own = [self.odd, self.flag, self.scale, self.function, self.table, self.options, self.sizes]
-        own += [self.beta, getattr(self, "by_text")]  # noqa: B009
+        own += [self.settings.decay, self.beta, getattr(self, "by_text")]  # noqa: B009
         return [x, own, of_others, self.nested, self.groups, self.large, self.part, self.read()]
 
 
@@ -112,6 +122,7 @@ def change_of(layer: Any, change: Any) -> str | None:
         (lambda layer: layer.groups.add(3), None),
         (lambda layer: layer.options.update({"a": layer.options}), None),
         (lambda layer: setattr(layer, "odd", np.array([1.0, np.nan])), None),
+        (lambda layer: setattr(layer, "best", 0.5), None),
         (lambda layer: setattr(layer, "notes", "read by a method that no step calls"), None),
         (lambda layer: setattr(layer, "table", np.ones(3)), None),
         (lambda layer: layer(np.ones(2)), None),
@@ -120,6 +131,13 @@ def change_of(layer: Any, change: Any) -> str | None:
 def test_a_changed_value_that_a_step_may_read_is_found(change: Any, name: str | None) -> None:
     layer = Configured()
     assert change_of(layer, change) == (name and f"Configured.{name} of {layer.name!r}")
+
+
+@pytest.mark.parametrize(("name", "words"), [("decay", "Settings.decay"), ("unused", None)])
+def test_a_changed_number_of_an_object_without_methods_is_found(
+    name: str, words: str | None
+) -> None:
+    assert change_of(Configured(), lambda layer: setattr(layer.settings, name, 0.5)) == words
 
 
 @pytest.mark.parametrize(

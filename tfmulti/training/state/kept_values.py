@@ -72,17 +72,19 @@ def read(found: relocation.State) -> list[Kept]:
     Args:
         found: what `relocation.find` found from the model, after the step was traced.
     """
+    never_called = set(_methods_that_no_step_calls(found.objects))
+    functions = [function for function in found.functions if function not in never_called]
+    named = frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
     readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = []
     for owner in found.objects:
-        readers.append((functools.partial(_attributes, owner), functools.partial(_of, owner)))
+        attributes = functools.partial(_attributes, owner, named)
+        readers.append((attributes, functools.partial(_of, owner)))
     for variable in found.variables:
         rules = functools.partial(_rules_of_variable, variable)
         readers.append((rules, functools.partial(_of, variable)))
-    never_called = set(_methods_that_no_step_calls(found.objects))
-    for function in found.functions:
-        if function not in never_called:
-            outside = functools.partial(_outside, function)
-            readers.append((outside, functools.partial(_read_by, function)))
+    for function in functions:
+        outside = functools.partial(_outside, function)
+        readers.append((outside, functools.partial(_read_by, function)))
     kept = []
     for read_now, words in readers:
         before = {name: _comparable(value) for name, value in read_now().items()}
@@ -118,14 +120,13 @@ def _read_by(function: types.FunctionType, name: str) -> str:
     return f"{name}, which {function.__qualname__.rpartition('<locals>.')[2]} reads,"
 
 
-def _attributes(owner: Any) -> dict[str, Any]:
+def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
     """Returns the attributes of an object that a step may read.
 
-    Of an object of the user's own these are numbers and texts, and what its methods name. Of a part
-    of Keras they are the settings, such as an activation.
+    Of an object of the user's own these are the ones that are named by the functions of steps. Of a
+    part of Keras they are the settings, such as an activation.
     """
     own = classes_of_user(type(owner))
-    named = _named_in_steps(own)
     values = {**_numbers_of_classes(own), **vars(owner)}
     ignored = attributes_of_keras()
 
@@ -133,10 +134,9 @@ def _attributes(owner: Any) -> dict[str, Any]:
         # TensorFlow counts in an attribute with `_self_` how often a checkpoint was written.
         if name in ignored or name.startswith("_self_" if own else "_"):
             return name in _BEHIND_PROPERTIES
-        is_number = isinstance(value, (int, float, str))
         if own:
-            return is_number or name in named
-        return is_number or not isinstance(value, (np.ndarray, list, tuple, dict, set))
+            return name in named
+        return not isinstance(value, (np.ndarray, list, tuple, dict, set))
 
     return {name: value for name, value in values.items() if may_be_read(name, value)}
 
@@ -189,34 +189,30 @@ def _attributes_of_user(value: Any) -> dict[str, Any]:
     return {**of_classes, **vars(value)} if own else {}
 
 
-def _methods_that_no_step_calls(owners: Iterable[Any]) -> Iterator[Any]:
+def _methods_that_no_step_calls(owners: Iterable[Any]) -> Iterator[types.FunctionType]:
     """Yields the methods of the user's classes that a step cannot call, as far as names tell."""
     for classes in {classes_of_user(type(owner)) for owner in owners}:
-        named = _named_in_steps(classes)
-        methods = [(name, v) for cls in classes for name, v in vars(cls).items()]
-        if any(name in _OF_STEPS for name, _ in methods):
-            yield from (v for name, v in methods if name not in named and name not in _OF_STEPS)
+        yield from _uncalled_methods(classes)
 
 
 @functools.cache
-def _named_in_steps(classes: tuple[type, ...]) -> frozenset[str]:
-    """Returns the names of attributes in the methods that a step may call.
+def _uncalled_methods(classes: tuple[type, ...]) -> list[types.FunctionType]:
+    """Returns the methods of an object's classes that a step cannot call.
 
-    A step may call the methods in `_OF_STEPS`, and the methods that one of them names. If a class
-    has none of `_OF_STEPS`, a step may call each of its methods.
+    A step may call the methods in `_OF_STEPS`, and those that one of them names. If the classes
+    have none of `_OF_STEPS`, it may call each method.
     """
-    methods: dict[str, list[types.CodeType]] = {}
+    methods: dict[str, list[types.FunctionType]] = {}
     for cls in classes:
         for name, value in vars(cls).items():
-            if hasattr(value, "__code__"):
-                methods.setdefault(name, []).append(value.__code__)
-    found: set[str] = set()
-    to_read = [name for name in methods if name in _OF_STEPS] or list(methods)
-    while to_read:
-        for code in methods.pop(to_read.pop(), []):
-            found |= relocation.names_in(code)
-        to_read += [name for name in methods if name in found]
-    return frozenset(found)
+            if isinstance(value, types.FunctionType):
+                methods.setdefault(name, []).append(value)
+    called = [n for n in methods if n in _OF_STEPS] or [n for n in methods if n != "__init__"]
+    while called:
+        codes = [method.__code__ for method in methods.pop(called.pop(), [])]
+        named = frozenset[str]().union(*map(relocation.names_in, codes))
+        called += [name for name in methods if name in named]
+    return [method for of_name in methods.values() for method in of_name]
 
 
 class _Same:
