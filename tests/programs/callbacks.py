@@ -231,6 +231,36 @@ def counts_of_a_callback() -> Made:
     return _with(Counting())
 
 
+class ResultsByAVariable(keras.Model):
+    """Divides its metrics' results by a variable that a callback changes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches = keras.Variable(1.0, trainable=False)
+
+    def get_metrics_result(self) -> Any:
+        results = super().get_metrics_result()
+        return {name: value / self.batches for name, value in results.items()}
+
+
+class Batches(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.batches.assign(batch + 2.0)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.batches.assign_add(3.0)
+
+
+@program("get_metrics_result with a schedule that a callback keeps")
+def logs_by_a_variable_of_a_callback() -> Made:
+    """A variable that changes after the last batch, and that the results of metrics read."""
+    inputs = keras.Input((4,))
+    model = ResultsByAVariable(inputs, layers.Dense(4)(layers.Dense(8, "relu")(inputs)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    data = fit(X, Y, callbacks=[Batches()], validation_data=(X[::-1], Y))
+    return Made(model, {"optimizer": sgd(0.1), "loss": loss}, data)
+
+
 class Annealed(keras.Model):
     """Computes with two attributes that only a callback makes."""
 

@@ -207,6 +207,15 @@ def test_workers_with_different_weights_are_told(errors: list[list[str]], case: 
         assert f"{name}' has other values on worker 1 than on the chief" in message
 
 
+@pytest.mark.parametrize("case", ["of the model", "of the callback"])
+@behaviour(usage.a_metric_updated_by_a_callback, at=[TWO_REPLICAS, TWO_WORKERS])
+def test_a_metric_that_a_callback_updates_is_told_once_on_workers(
+    results: list[Any], place: str, case: str
+) -> None:
+    is_told = place == TWO_WORKERS and case == "of the model"
+    assert [len(told) for told in results] == [int(is_told)] * len(results)
+
+
 @behaviour(usage.dataset_shorter_than_an_epoch, at=few(TWO_WORKERS, of=SEVERAL))
 def test_a_dataset_that_ends_early_ends_the_epoch(results: list[Any]) -> None:
     assert all(worker == 2 for worker in results)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import keras
 import tensorflow as tf
@@ -40,9 +40,10 @@ NewValue = Callable[..., tf.Tensor]
 
 
 class StatesOfMetrics:
-    """Counts the changes of metrics' states outside of a step, such as by a callback."""
+    """Notes which states of metrics were changed outside of a step, such as by a callback."""
 
-    changes = 0
+    # The ids of the `tf.Variable`s.
+    changed: ClassVar[set[int]] = set()
 
 
 def _by_rows(compute: NewValue) -> NewValue:
@@ -193,7 +194,7 @@ def _assign_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     def assign(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if tf.distribute.has_strategy() and tf.distribute.get_replica_context():
             return in_step(self, value, *args, **kwargs)
-        StatesOfMetrics.changes += 1
+        StatesOfMetrics.changed.add(id(self))
         if not (self.dtype.is_integer and self.aggregation is tf.VariableAggregation.SUM):
             return original(self, value, *args, **kwargs)
         strategy = self.distribute_strategy

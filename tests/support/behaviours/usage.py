@@ -836,6 +836,23 @@ def weights_set_on_the_chief_alone(when: str) -> Any:
         fit(model, epochs=2, callbacks=[Set()])
 
 
+def a_metric_updated_by_a_callback(when: str) -> Any:
+    """Returns the warnings of a callback that updates a metric by hand on all workers."""
+    with here.strategy.scope():
+        counted = keras.metrics.SparseCategoricalAccuracy("counted")
+        own = keras.metrics.Mean("own")
+    model = classifier(metrics=[counted])
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            (counted if when == "of the model" else own).reset_state()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, epochs=2, callbacks=[Count()])
+    return [str(w.message) for w in caught if "a callback changes a metric" in str(w.message)]
+
+
 def fit_without_compile() -> Any:
     with here.strategy.scope():
         model = prepare(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]))

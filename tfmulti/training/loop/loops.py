@@ -26,7 +26,8 @@ from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.assignments import StatesOfMetrics
 from tfmulti.keras_patches.model_structure import IN_FIT, initial_epoch_of
-from tfmulti.keras_patches.variables import array_of
+from tfmulti.keras_patches.patching import is_of_keras
+from tfmulti.keras_patches.variables import array_of, tf_variable_of
 from tfmulti.launch.heartbeat import heartbeat
 from tfmulti.training.checkpoint.resume import CheckpointManager, Progress
 from tfmulti.training.input.interface import Feed
@@ -274,7 +275,7 @@ def _epoch(
         if stops:
             model.stop_training = True
             break
-    progress.logs = as_floats(progress.logs)
+    progress.logs = _logs_of_epoch(model, progress.logs)
     clock.stop(state, training.feed)
     return has_ended, stops
 
@@ -283,17 +284,49 @@ def _logs_after(model: keras.Model, logs: Logs, call: Callable[[], None]) -> Log
     """Calls the callbacks at the end of a batch, and returns the logs of the epoch so far.
 
     Plain Keras logs the results of the metrics at the end of the epoch, and a callback may change
-    the metrics. On several workers the changes of the model's methods are followed, but not those
-    of a metric's `update_state`, because a callback may run on one worker alone.
+    the metrics. On several workers the changes of the model's methods are followed. Those of a
+    metric's `update_state` are not, because a callback may run on one worker alone.
     """
-    state, before = state_of(model), StatesOfMetrics.changes
+    state = state_of(model)
     state.metric_results = None
+    StatesOfMetrics.changed.clear()
     call()
-    is_alone = placement_of(model.distribute_strategy).workers == 1
-    has_changed = is_alone and StatesOfMetrics.changes != before
-    results = model.get_metrics_result if has_changed else state.metric_results
+    has_changed = any(
+        id(tf_variable_of(v)) in StatesOfMetrics.changed for v in model.metrics_variables
+    )
+    results = state.metric_results
+    if has_changed and results is None:
+        if placement_of(model.distribute_strategy).workers == 1:
+            results = model.get_metrics_result
+        else:
+            _warn_of_changed_metrics(model)
     changed: Logs = results() if results is not None else {}
     return changed if changed.keys() == logs.keys() else logs
+
+
+def _warn_of_changed_metrics(model: keras.Model) -> None:
+    """Warns once that a callback changes the metrics of a model on several workers."""
+    told = state_of(model).told
+    if "changed metrics" not in told:
+        told.add("changed metrics")
+        warnings.warn(
+            "a callback changes a metric of the model at the end of a batch. On several workers "
+            "the logs of an epoch leave out such a change after the last batch. Update the metric "
+            "in the step, or add the value to the logs in on_epoch_end: logs['name'] = value.",
+            stacklevel=2,
+        )
+
+
+def _logs_of_epoch(model: keras.Model, logs: Logs) -> Logs:
+    """Returns the logs at the end of an epoch, or of an evaluation, as numbers.
+
+    As in plain Keras, a `get_metrics_result` of the user's own is called once more. It may read a
+    variable that a callback has changed. Every worker calls it.
+    """
+    if not is_of_keras(type(model).get_metrics_result):
+        results = model.get_metrics_result()
+        logs = results if results.keys() == logs.keys() else logs
+    return as_floats(logs)
 
 
 def evaluate(
@@ -332,7 +365,7 @@ def evaluate(
         if stops:
             break
     feed.end_pass(complete=batches == feed.data.steps and not stops)
-    logs = as_floats(logs)
+    logs = _logs_of_epoch(model, logs)
     state_of(model).metric_results = lambda: logs
     callbacks.on_test_end(logs)
     return logs
