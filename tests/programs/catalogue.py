@@ -18,6 +18,7 @@ FAMILIES = (
     "optimizers",
     "second_order",
     "late_effects",
+    "tapes",
     "metrics",
     "layers_with_state",
     "datasets",

@@ -70,7 +70,7 @@ class Late(keras.Model):
         return {"found": self.loss_of(self, x, y, tf.ones((), "float64"))}
 
 
-def _late(like: str) -> Callable[[Loss], Callable[[], Made]]:
+def late_program(like: str) -> Callable[[Loss], Callable[[], Made]]:
     """Registers a program whose step and test_step have a function for their loss."""
 
     def register(loss: Loss) -> Callable[[], Made]:
@@ -120,7 +120,7 @@ def loss_with_a_variable_of_its_closure() -> Made:
     return _made(_classifier(), loss)
 
 
-@_late("Learning rate by the loss of the batch")
+@late_program("Learning rate by the loss of the batch")
 def rate_by_the_loss(model: Late, x: Any, y: Any, late: Any) -> Any:
     """A step sets the learning rate by the loss of its batch."""
     loss, rate = entropy(y, model(x)), model.optimizer.learning_rate
@@ -186,7 +186,7 @@ def slots_before_the_first_update() -> Made:
     return Made(Late(loss), {"optimizer": sgd()}, DATA)
 
 
-@_late("Dropout of rows that are centered over the batch")
+@late_program("Dropout of rows that are centered over the batch")
 def dropout_of_centered_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
     """A dropout of rows from which a maximum of the batch is subtracted."""
     rows = x - late * tf.reduce_max(x, 0)
@@ -196,11 +196,13 @@ def dropout_of_centered_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
 class Drawing(Late):
     """Draws a number for each pair of rows in evaluations."""
 
+    def drawn(self, x: Any) -> Any:
+        rows = tf.shape(x)[0]
+        return keras.random.normal((rows, rows), seed=self.seeds, dtype="float64") @ x
+
     def test_step(self, data: Any) -> Any:
         x, y = data
-        rows = tf.shape(x)[0]
-        pairs = keras.random.normal((rows, rows), seed=self.seeds, dtype="float64")
-        return {"found": entropy(y, self(x + pairs @ x))}
+        return {"found": entropy(y, self(x + self.drawn(x)))}
 
 
 @program("Draws for pairs of rows, and of a shape that is a tensor", **EXACT)
@@ -215,7 +217,42 @@ def draws_of_other_shapes() -> Made:
     return Made(Drawing(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
 
 
-@_late("Mixing of rows before a network with dropout")
+class DrawingHalf(Drawing):
+    """Draws for each row as many numbers as half of the batch has rows."""
+
+    def drawn(self, x: Any) -> Any:
+        rows = tf.shape(x)[0]
+        found = keras.random.uniform((rows, rows // 2 + 1), seed=self.seeds, dtype="float64")
+        return tf.reduce_max(found, 1, keepdims=True)
+
+
+class DrawingForGaps(Drawing):
+    """Draws for the differences between all rows, and drops some of them."""
+
+    def drawn(self, x: Any) -> Any:
+        gaps = x[:, :1] - x[:, 0][None]
+        kept = keras.random.dropout(gaps, 0.3, seed=self.seeds)
+        noise = keras.random.normal(tf.shape(gaps), seed=self.seeds, dtype="float64")
+        return tf.reduce_mean(kept * noise, 1, keepdims=True)
+
+
+def _without_draws(model: Late, x: Any, y: Any, late: Any) -> Any:
+    return entropy(y, model(x))
+
+
+@program("Draws for half of the batch", **EXACT)
+def draws_by_half_of_the_rows() -> Made:
+    """The size of a row's draws follows from the number of rows by other means than a product."""
+    return Made(DrawingHalf(_without_draws), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+
+@program("Dropout of the differences between rows", **EXACT)
+def draws_for_differences_of_rows() -> Made:
+    """Dropout and draws of the shape of a matrix of rows by rows, which mixed rows have."""
+    return Made(DrawingForGaps(_without_draws), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+
+@late_program("Mixing of rows before a network with dropout")
 def dropout_of_mixed_rows(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Rows that are mixed with the next one and with those in the reverse order; running sums."""
     mixed = 0.6 * x + late * (0.3 * tf.roll(x, 1, 0) + 0.1 * x[::-1] + 0.1 * tf.cumsum(x) / ROWS)
@@ -242,7 +279,7 @@ def layers_after_mixed_rows() -> Made:
     return _made(_classifier(Mixing(), *first, layers.GRU(4), layers.Dropout(0.2)))
 
 
-@_late("A part of the loss that no tape records")
+@late_program("A part of the loss that no tape records")
 def rows_that_no_tape_records(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Values of all rows, computed inside `tape.stop_recording()`."""
     weights = model.net.trainable_variables
@@ -268,7 +305,7 @@ def centers_changed_by_a_function() -> Made:
     return Made(Late(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
 
 
-@_late("Noise with the deviation of the batch")
+@late_program("Noise with the deviation of the batch")
 def noise_of_the_batch(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Normal numbers whose standard deviation is that of the batch."""
     deviation = tf.math.reduce_std(x)
@@ -276,7 +313,7 @@ def noise_of_the_batch(model: Late, x: Any, y: Any, late: Any) -> Any:
     return entropy(y, model(x + late * noise))
 
 
-@_late("Penalty of the norm of the gradients")
+@late_program("Penalty of the norm of the gradients")
 def penalty_of_the_norm_of_gradients(model: Late, x: Any, y: Any, late: Any) -> Any:
     """`tf.linalg.global_norm` and `tf.clip_by_global_norm` of gradients inside another tape."""
     weights = model.net.trainable_variables

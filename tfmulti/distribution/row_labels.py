@@ -379,6 +379,9 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
         takes_first = begin is not None and begin[0] == 0
         is_one = op.get_attr("shrink_axis_mask") == 1
         return parts_counted(op.inputs[0]) if takes_first and is_one else None
+    if op.type == "AddV2":
+        both = [parts_counted(number) for number in op.inputs]
+        return (sum(both[0]) + sum(both[1]),) if both[0] and both[1] else None
     if op.type == "Mul":
         for factor, other in (list(op.inputs), list(op.inputs)[::-1]):
             value = tf.get_static_value(factor)
