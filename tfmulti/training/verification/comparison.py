@@ -261,6 +261,8 @@ def first_of(differences: Sequence[Difference]) -> Difference | None:
     )
 
 
+# What `in_words` gets as `unknown` for a step of several replicas in eager mode.
+EAGER_MODE = "eager mode"
 # The last sentence of each message.
 WITHOUT = "To train without this check, give prepare(model, verify=False) or --noverify."
 
@@ -285,7 +287,8 @@ def in_words(
         difference: the difference.
         replicas: the number of replicas.
         steps: the number of steps that were compared.
-        unknown: an operation of the step whose result may depend on the rows in any way, or None.
+        unknown: an operation of the step whose result may depend on the rows in any way, or
+            `EAGER_MODE`, or None.
     """
     after = f"step {steps}" if steps == 1 else f"{steps} steps"
     place = f", in {difference.line}" if difference.line else ""
@@ -306,6 +309,11 @@ def in_words(
 
 def _unknown_in_words(unknown: str) -> str:
     """Returns what the user can do about an operation whose use of the rows is not known."""
+    if unknown == EAGER_MODE:
+        return (
+            "In eager mode there is no graph to read, so each replica computes the values of your "
+            "own code from its own rows. Leave run_eagerly=True out. "
+        )
     if row_labels.is_of_loop(unknown):
         return (
             f"The cause may be {unknown}. In a loop on tensors replicas cannot exchange values, "

@@ -340,6 +340,8 @@ class StepComparison:
         if first is None:
             return ""
         unknown = next(iter(state_of(self._model).traced.unknown.get("train_step", {})), None)
+        if self._model.run_eagerly and self.placement.replicas > 1:
+            unknown = comparison.EAGER_MODE
         return comparison.in_words(
             first, replicas=self.placement.replicas, steps=self.steps, unknown=unknown
         )
