@@ -1,8 +1,10 @@
 """Measures the seconds to the end of the first step: plain Keras, two and three replicas in turns.
 
     python -m benchmarks.first_steps [--rounds 2] [--programs wgan_with_gradient_penalty,vae]
+    python -m benchmarks.first_steps --keras_io=PATH [--programs miniature_gpt]
 
-The programs are those of tests/programs, and EfficientNetV2B0. Each run is a new process. Three
+The programs are those of tests/programs, and EfficientNetV2B0. With a checkout of keras-io they are
+its programs (`tests.programs.public`). Each run is a new process. Three
 times to the end of the first step are measured: from the start of the process, from the call of
 `fit`, and the time of the cores since that call, which other processes of the machine hardly
 change. The command prints a table of the medians, and writes benchmarks/results/first_steps.json.
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 from benchmarks import result_files
 from benchmarks.result_files import ROOT
@@ -37,29 +40,70 @@ LIMIT_S = 180
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_steps")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--programs", default=",".join(PROGRAMS))
+    parser.add_argument("--programs", default="")
+    parser.add_argument("--keras_io", type=Path, help="a checkout of keras-team/keras-io")
     args = parser.parse_args(arguments)
+    names = args.programs.split(",") if args.programs else PROGRAMS
+    if args.keras_io is not None:
+        names = public_programs(args.keras_io.resolve(), args.programs)
     figures_of: dict[str, dict[str, list[dict[str, float]]]] = {}
     for number in range(args.rounds):
-        for name in args.programs.split(","):
+        for name in names:
             for side in SIDES[:: -1 if number % 2 else 1]:
                 figures = one_process(name, side)
+                if figures is None:
+                    # A program that needs a download, or that tfmulti refuses.
+                    print(number + 1, name, side, "no step", flush=True)
+                    break
                 figures_of.setdefault(name, {}).setdefault(side, []).append(figures)
                 print(number + 1, name, side, figures, flush=True)
-    programs = {name: medians(sides) for name, sides in figures_of.items()}
+    programs = {
+        Path(name).stem: medians(sides)
+        for name, sides in figures_of.items()
+        if len(sides) == len(SIDES)
+    }
     results = {"machine": result_files.MACHINE, "rounds": args.rounds, "programs": programs}
-    result_files.write("first_steps", results)
+    result_files.write("first_steps" if args.keras_io is None else "first_steps_public", results)
     print(table(programs))
 
 
-def one_process(name: str, side: str) -> dict[str, float]:
-    """Returns the seconds to the end of the first step, from each of the starts."""
+def public_programs(checkout: Path, names: str) -> list[str]:
+    """Returns the files of a checkout's programs, all or those of some names joined by commas."""
+    from tests.programs.public_programs import PUBLIC
+
+    chosen = {name: checkout / path for name, (_, path) in PUBLIC.items()}
+    wanted = names.split(",") if names else list(chosen)
+    return list(dict.fromkeys(str(chosen[n]) for n in wanted if chosen[n].exists()))
+
+
+def one_process(name: str, side: str) -> dict[str, float] | None:
+    """Returns the seconds to the end of the first step, from each of the starts.
+
+    Args:
+        name: a program of tests/programs, or the file of a public program.
+        side: `plain`, or a place such as `mirrored-2`.
+
+    Returns:
+        The seconds by name; None if a public program takes no step.
+    """
     argv = [sys.executable, "-m", "benchmarks.first_steps", "--child", name, side]
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
     started = time.monotonic()
-    done = subprocess.run(
-        argv, env=env, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+    is_public = name.endswith(".py")
+    try:
+        done = subprocess.run(
+            argv,
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=not is_public,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    if is_public and (done.returncode or not done.stdout.strip()):
+        return None
     ended, first_step_s, first_step_core_s = map(float, done.stdout.split()[-3:])
     return {
         "from_start_s": round(ended - started, 2),
@@ -103,6 +147,9 @@ def child(name: str, side: str) -> None:
     from tfmulti import prepare
 
     keras.utils.set_random_seed(7)
+    if name.endswith(".py"):
+        public_child(Path(name), side)
+        return
     ended: list[tuple[float, float]] = []
     on_step = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ended.append(now())
@@ -116,10 +163,35 @@ def child(name: str, side: str) -> None:
     options["callbacks"] = [*(options.get("callbacks") or []), on_step]
     called = now()
     program.model.fit(**options)
+    report(called, ended[0])
+
+
+def public_child(file: Path, side: str) -> None:
+    """Runs a public program to the end of its first step, and prints the seconds of the step."""
+    import keras
+
+    from tests.programs import public
+
+    times: list[tuple[float, float]] = []
+
+    def on_fit() -> keras.callbacks.Callback:
+        times.append(now())
+        return keras.callbacks.LambdaCallback(on_train_batch_end=on_step)
+
+    def on_step(batch: int, logs: object) -> None:
+        times.append(now())
+        raise public.Enough
+
+    public.run_to_first_step(file, side, on_fit)
+    # The last line, since a program may print, too.
+    print()
+    report(times[0], times[1])
+
+
+def report(called: tuple[float, float], ended: tuple[float, float]) -> None:
+    """Prints when the first step ended, and its seconds by the clock and of cores."""
     # On Linux all processes have the same monotonic clock.
-    print(
-        ended[0][0], *(round(end - start, 2) for start, end in zip(called, ended[0], strict=True))
-    )
+    print(ended[0], *(round(end - start, 2) for start, end in zip(called, ended, strict=True)))
 
 
 def efficientnet() -> types.SimpleNamespace:

@@ -27,12 +27,15 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.programs.public_programs import ALONE, BY_KERAS, CONSTANTS, FITS, PUBLIC
 from tests.support.processes import ONE_THREAD, processes, run_workers
+
+if TYPE_CHECKING:
+    import keras
 
 PLACES = ("mirrored-2", "mirrored-3", "workers-2")
 LIMIT_S = 900  # of one program at one place
@@ -176,7 +179,6 @@ def child(file: str, place: str, target: str, floatx: str = "float32") -> None:
     import keras
     import tensorflow as tf
 
-    from tests.programs import synthetic
     from tests.programs.__main__ import SEED, nudged
     from tests.support.cases import strategy_at
     from tfmulti.distribution.strategies import placement_of
@@ -195,15 +197,11 @@ def child(file: str, place: str, target: str, floatx: str = "float32") -> None:
     files = Path(target).parent / "files"
     if Path(file).stem in ALONE:
         files = Path(target).with_suffix("")
-    files.mkdir(exist_ok=True)
-    os.chdir(files)
-    with tempfile.TemporaryDirectory() as folder:
-        synthetic.install(Path(folder))
-        synthetic.give_floats_of(floatx)
-        _watch(strategy, plain, left, FITS.get(Path(file).stem, USUAL_FITS))
+    with _stand_ins(files, floatx) as folder:
+        _watch(plain, left, FITS.get(Path(file).stem, USUAL_FITS))
         try:
             with creators or contextlib.nullcontext(), strategy.scope():
-                _execute(Path(file), Path(folder))
+                _execute(Path(file), folder)
         except Enough:
             pass
         except BaseException as error:
@@ -214,6 +212,39 @@ def child(file: str, place: str, target: str, floatx: str = "float32") -> None:
         if not left:
             left = {"error": np.array(["NoFit", "the program calls fit nowhere"])}
     np.savez(target, **left)
+
+
+def run_to_first_step(
+    file: Path, place: str, on_fit: Callable[[], keras.callbacks.Callback]
+) -> None:
+    """Runs a program in this process until its first training step has ended.
+
+    Args:
+        file: the program.
+        place: `plain`, or a place such as `mirrored-2`.
+        on_fit: is called when `fit` is, and returns a callback that raises `Enough` after a step.
+    """
+    from tests.support.cases import strategy_at
+
+    strategy = strategy_at(place)
+    with tempfile.TemporaryDirectory() as files, _stand_ins(Path(files), "float32") as folder:
+        _watch(place == "plain", {}, 1, on_fit)
+        with contextlib.suppress(Enough), strategy.scope():
+            program = _changed(file.stem, file, folder, "float32")
+            _execute(program, folder)
+
+
+@contextlib.contextmanager
+def _stand_ins(files: Path, floatx: str) -> Iterator[Path]:
+    """Lets programs write to a folder, and read what stands for downloads. Yields a free folder."""
+    from tests.programs import synthetic
+
+    files.mkdir(exist_ok=True)
+    os.chdir(files)
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic.install(Path(folder))
+        synthetic.give_floats_of(floatx)
+        yield Path(folder)
 
 
 def _execute(file: Path, folder: Path) -> None:
@@ -263,7 +294,12 @@ def _without_magic(source: str) -> str:
     return "\n".join(lines)
 
 
-def _watch(strategy: Any, plain: bool, left: dict[str, Any], fits_to_see: int) -> None:
+def _watch(
+    plain: bool,
+    left: dict[str, Any],
+    fits_to_see: int,
+    on_fit: Callable[[], keras.callbacks.Callback] | None = None,
+) -> None:
     """Makes `fit` short and of a prepared model, and notes what it leaves."""
     import keras
 
@@ -289,7 +325,11 @@ def _watch(strategy: Any, plain: bool, left: dict[str, Any], fits_to_see: int) -
                     if fits and len(uses) > USES:
                         raise Enough
                     return method(*args, **options)
-                result = method(**_shortened(original, model, args, options))
+                given = _shortened(original, model, args, options)
+                if on_fit is not None:
+                    callbacks = keras.tree.flatten(given.get("callbacks") or [])
+                    given["callbacks"] = [*callbacks, on_fit()]
+                result = method(**given)
                 left.update(_left_by(model, result, len(fits)))
                 fits.append(model)
                 if len(fits) == fits_to_see:
