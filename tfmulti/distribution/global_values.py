@@ -43,7 +43,13 @@ from tfmulti.distribution.replica_context import (
 )
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice
 from tfmulti.distribution.row_labels import label_of
-from tfmulti.distribution.row_rules import Kind, Label, counts_own_rows, varying_inputs
+from tfmulti.distribution.row_rules import (
+    Kind,
+    Label,
+    counts_own_rows,
+    reads_all_rows,
+    varying_inputs,
+)
 from tfmulti.distribution.tape_records import TapeRecord
 from tfmulti.errors import ModelError
 
@@ -115,20 +121,6 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
         return value
     with _builder_of(replica_slice, value) as builder:
         global_value = builder.on_tape(builder.whole(value))
-    row_labels.mark(global_value, row_labels.ALIKE)
-    return global_value
-
-
-def input_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
-    """Returns what `of_one_device` does, for a product that no replica can compute by itself.
-
-    Such is a product of a matrix with a known number of columns and of all rows, as in a graph
-    convolution. Each replica uses the value with its own rows. Other values stay as they are.
-    """
-    if not are_known(replica_slice) or not row_labels.is_product_of_all_rows(value):
-        return value
-    with _builder_of(replica_slice, value) as builder:
-        global_value = builder.factor_on_tape(builder.whole(value))
     row_labels.mark(global_value, row_labels.ALIKE)
     return global_value
 
@@ -837,8 +829,10 @@ class _Builder:
                 has_rows = label_of(tensor).kind in (Kind.ROWS, Kind.MIXED)
                 if counts_own_rows(value.op, i):
                     inputs.append(tensor)
+                elif has_rows and not reads_all_rows(value.op, i):
+                    inputs.append(self.rows(tensor))
                 else:
-                    inputs.append(self.rows(tensor) if has_rows else self.whole(tensor))
+                    inputs.append(self.whole(tensor))
             built[value.name] = self._again(value, inputs)
         return built[value.name]
 

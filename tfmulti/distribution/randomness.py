@@ -61,12 +61,9 @@ def by_parts(
         seed: the seed of this draw.
         arguments: the arguments of Keras' function without the seed, by name.
     """
-    if "inputs" in arguments and arguments.get("noise_shape") is None:
-        # A dropout of a matrix of the whole batch, such as the product of a graph's edges and rows.
-        inputs = global_values.input_of_one_device(replica_slice, arguments["inputs"])
-        if not inputs.shape[1:].is_fully_defined():
-            # A row of comparisons with all rows is longer on one device, and gets more numbers.
-            inputs = global_values.rows_of_one_device(replica_slice, inputs)
+    if "inputs" in arguments:
+        # A row of comparisons with all rows is longer on one device, and gets more numbers.
+        inputs = global_values.rows_of_one_device(replica_slice, arguments["inputs"])
         arguments = arguments | {"inputs": inputs}
     for name in ("shape", "noise_shape"):
         if arguments.get(name) is not None:

@@ -41,6 +41,7 @@ from tfmulti.distribution.row_rules import (
     leaves_out_rows,
     parts_after,
     parts_of_rearranged,
+    reads_all_rows,
     reduced_axes,
     repetition,
 )
@@ -323,25 +324,6 @@ def is_rearranged(tensor: tf.Tensor) -> bool:
     return marks is not None and tensor.name in marks.rearranged
 
 
-def is_product_of_all_rows(tensor: Any) -> bool:
-    """Returns whether a tensor comes from a matrix product that adds up over the rows of the batch.
-
-    The first matrix has as many columns as one device has rows. A replica has fewer rows, and
-    cannot compute the product. Operations by element may follow it.
-    """
-    while isinstance(tensor, tf.Tensor) and label_of(tensor).kind is Kind.GLOBAL:
-        op = tensor.op
-        if op.type in ("MatMul", "BatchMatMulV2"):
-            first, second = op.inputs
-            is_of_rows = label_of(first).has_rows and first.shape.rank == second.shape.rank == 2
-            return is_of_rows and first.shape[1] is not None and second.shape[0] is None
-        behind = [t for t in op.inputs if label_of(t).kind is not Kind.ALIKE]
-        if len(behind) != 1 or behind[0].shape.rank != tensor.shape.rank:
-            return False
-        tensor = behind[0]
-    return False
-
-
 def is_state_of_metric(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor is this replica's value of a metric's variable."""
     marks = _marks_of(tensor)
@@ -375,10 +357,13 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
     if op.type == "Unpack":
         return parts_counted(op.inputs[0]) if size.value_index == 0 else None
     if op.type == "StridedSlice":
-        begin = tf.get_static_value(op.inputs[1])
-        takes_first = begin is not None and begin[0] == 0
-        is_one = op.get_attr("shrink_axis_mask") == 1
-        return parts_counted(op.inputs[0]) if takes_first and is_one else None
+        begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape[0]
+        takes_first = op.get_attr("begin_mask") & 1 or (
+            begin is not None and begin[0] in (0, -(rank or 0))
+        )
+        strides = tf.get_static_value(op.inputs[3])
+        goes_on = strides is not None and strides[0] > 0
+        return parts_counted(op.inputs[0]) if takes_first and goes_on else None
     if op.type == "AddV2":
         both = [parts_counted(number) for number in op.inputs]
         return (sum(both[0]) + sum(both[1]),) if both[0] and both[1] else None
@@ -404,8 +389,8 @@ def may_count_rows(size: tf.Tensor) -> bool:
     if op.type == "Unpack" and size.value_index > 0:
         return may_count_rows(op.inputs[0]) and op.inputs[0].op.type != "Shape"
     if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape":
-        begin = tf.get_static_value(op.inputs[1])
-        return begin is None or begin[0] == 0
+        begin, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape[0]
+        return begin is None or begin[0] in (0, -(rank or 0))
     return not op.inputs or op.type == "Shape" or any(map(may_count_rows, op.inputs))
 
 
@@ -615,7 +600,11 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
     if is_reshape and parts_counted(node.op.inputs[1]) == first.parts:
         # The first axis stays as it is, whatever the sizes of the others are.
         parts = first.parts
-    rearranged = parts_of_rearranged(node) if parts is None else None
+    is_sorted = node.op.type == "TopKV2" and node.ranks[0] == 1 and len(first.parts) == 1
+    if parts is None and is_sorted and parts_counted(node.op.inputs[1]) == first.parts:
+        rearranged: Parts | None = first.parts
+    else:
+        rearranged = parts_of_rearranged(node) if parts is None else None
     if rearranged is not None:
         marks.rearranged.add(output.name)
         return Label(Kind.MIXED, rearranged)
@@ -624,6 +613,11 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
     if parts is None or (takes_shape and is_mixed):
         return GLOBAL
     value_labels = [label for i, label in enumerate(node.labels) if not counts_own_rows(node.op, i)]
+    if any(
+        reads_all_rows(node.op, i) and label.kind is not Kind.ALIKE
+        for i, label in enumerate(node.labels)
+    ):
+        return Label(Kind.MIXED, parts)
     if all(label.kind in (Kind.ALIKE, Kind.ROWS) for label in value_labels):
         return rows(parts)
     known = (Kind.ALIKE, Kind.ROWS, Kind.COUNT)

@@ -146,6 +146,17 @@ def counts_own_rows(op: tf.Operation, index: int) -> bool:
     return (op.type, index) in {("Reshape", 1), ("BroadcastTo", 1), ("CropAndResize", 2)}
 
 
+def reads_all_rows(op: tf.Operation, index: int) -> bool:
+    """Returns whether each row of an output needs all rows of an input, if the input has rows.
+
+    Such are the second matrix of a product, and the table of lookups by rows.
+    """
+    if op.type == "GatherV2":
+        axis = tf.get_static_value(op.inputs[2])
+        return index == 0 and not op.get_attr("batch_dims") and axis is not None and axis == 0
+    return (op.type, index) == ("MatMul", 1)
+
+
 def is_linear(node: Node) -> bool:
     """Returns whether an operation is linear in the inputs that are sums or means."""
     varying = [i for i, label in enumerate(node.labels) if label.kind in (Kind.SUM, Kind.MEAN)]
@@ -265,13 +276,13 @@ def _first_by_others(node: Node) -> Parts | None:
 
 
 def _of_matrices(node: Node) -> Parts | None:
-    """Rule of products of matrices: rows with a matrix that is alike, or with rows."""
+    """Rule of products of matrices: of rows, or of a matrix for each row."""
     left, right = node.labels
     first, second = node.ranks
     if first is None or second is None:
         return None
     if node.op.type == "MatMul":
-        return node.parts_if(right.kind is Kind.ALIKE and not node.op.get_attr("transpose_a"))
+        return node.parts_if(not node.op.get_attr("transpose_a"))
     if left.has_rows and right.has_rows:
         return node.same_parts() if first == second > 2 else None
     rows, rank, other = (left, first, second) if left.has_rows else (right, second, first)
@@ -386,20 +397,23 @@ def _product(sizes: Sequence[int | None]) -> int | None:
 
 def _widened(node: Node) -> Parts | None:
     """Rule of padding and tiling, which must leave the axis of the rows."""
+    if node.op.type == "Tile":
+        # The other numbers need not be known.
+        times = tf.get_static_value(node.op.inputs[1], partial=True)
+        return node.parts_if(times is not None and times[0] is not None and times[0] == 1)
     amounts = node.static(1)
-    unchanged = 1 if node.op.type == "Tile" else 0
-    return node.parts_if(amounts is not None and np.all(amounts[0] == unchanged))
+    return node.parts_if(amounts is not None and np.all(amounts[0] == 0))
 
 
 def _looked_up(node: Node) -> Parts | None:
-    """Rule of lookups: in a table by indices that are rows, or within rows."""
+    """Rule of lookups: in a table, or among the rows, by indices that are rows; within rows."""
     table, indices = node.labels[:2]
     batched = node.op.get_attr("batch_dims")
     axis = 0 if node.op.type == "ResourceGather" else node.axis(2, node.ranks[0])
     if axis is None:
         return None
-    if table.kind is Kind.ALIKE and indices.has_rows:
-        return indices.parts if axis == 0 and not batched else None
+    if axis == 0 and not batched:
+        return indices.parts if indices.has_rows else None
     if not table.has_rows or not axis:
         return None
     if indices.kind is Kind.ALIKE and not batched:
