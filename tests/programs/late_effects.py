@@ -279,6 +279,34 @@ def layers_after_mixed_rows() -> Made:
     return _made(_classifier(Mixing(), *first, layers.GRU(4), layers.Dropout(0.2)))
 
 
+class Attending(Mixing):
+    """Adds to each row, later, an attention over the batch, a sorted row and its neighbour."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        part = 0.4 * ops.cast(self.calls > 0, x.dtype)
+        if training:
+            self.calls.assign_add(1.0)
+        attended = ops.softmax(ops.matmul(x, ops.transpose(x))) @ x
+        in_order = tf.gather(x, tf.argsort(x[:, 0]))
+        gaps = tf.reduce_sum((x[:, None] - x[None]) ** 2, -1)
+        nearest = tf.gather(x, tf.math.top_k(-gaps, 1).indices[:, 0])
+        return x + part * (attended + in_order - nearest)
+
+
+@program("Attention over the batch in the model, before layers with a state", **EXACT)
+def layers_after_attention_over_the_batch() -> Made:
+    """Sorted rows, neighbours and an attention over the batch, then statistics and dropout."""
+    first = layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Reshape((2, 3))
+    attention = layers.MultiHeadAttention(2, 3, dropout=0.2)
+    inputs = keras.Input((4,))
+    hidden = Attending()(inputs)
+    for layer in first:
+        hidden = layer(hidden)
+    hidden = layers.GRU(4)(attention(hidden, hidden))
+    outputs = layers.Dense(CLASSES, "softmax")(layers.Dropout(0.2)(hidden))
+    return _made(keras.Model(inputs, outputs))
+
+
 @late_program("A part of the loss that no tape records")
 def rows_that_no_tape_records(model: Late, x: Any, y: Any, late: Any) -> Any:
     """Values of all rows, computed inside `tape.stop_recording()`."""
