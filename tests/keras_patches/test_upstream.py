@@ -443,6 +443,38 @@ def test_operations_metrics_and_traces_are_still_private() -> None:
     assert len(traces_of(function)) == 1
 
 
+def test_a_tape_still_does_not_tell_which_operations_it_has_recorded() -> None:
+    """This is the reason for the patches of `GradientTape._push_tape` and `_pop_tape`."""
+    public = {name for name in dir(tf.GradientTape) if not name.startswith("_")}
+    assert public == {
+        *("batch_jacobian", "gradient", "jacobian", "reset", "stop_recording", "watch"),
+        "watched_variables",
+    }
+    calls: list[str] = []
+
+    class Noted(tf.GradientTape):
+        def _push_tape(self) -> None:
+            calls.append("push")
+            super()._push_tape()
+
+        def _pop_tape(self) -> None:
+            calls.append("pop")
+            super()._pop_tape()
+
+    with Noted(persistent=True) as tape:
+        assert tape._tape is not None
+        with tape.stop_recording():
+            assert calls == ["push", "pop"]
+        tape.reset()
+    assert calls == ["push", "pop", "push", "pop", "push", "pop"]
+
+
+def test_the_mask_of_a_tensor_still_has_no_public_setter() -> None:
+    """This is the reason for `set_keras_mask` in `keras_patches.layers`."""
+    public = [*dir(keras), *dir(keras.utils), *dir(keras.ops)]
+    assert not [name for name in public if "keras_mask" in name]
+
+
 def test_upstream_loops_that_call_the_same_functions_are_still_not_both_differentiated() -> None:
     """The reason for `_named_anew`."""
 
