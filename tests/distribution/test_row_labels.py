@@ -109,6 +109,7 @@ BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "crops": lambda x: _cropped(x, tf.range(tf.shape(x)[0])),
     "padded": lambda x: tf.pad(x, [[0, 0], [1, 1]]),
     "repeated features": lambda x: tf.tile(x, [1, 3]),
+    "repeated rows": lambda x: tf.repeat(x, 2, 0),
     "cumulated features": lambda x: tf.cumsum(x, axis=1),
     "reversed features": lambda x: tf.reverse(x, [1]),
     "rolled features": lambda x: tf.roll(x, 1, -1),
@@ -168,7 +169,6 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {
     "rows counted by another axis": lambda x: tf.reshape(x, [4, tf.shape(x)[0]]),
     "shifted": lambda x: tf.pad(x, [[1, 0], [0, 0]]),
     "broadcast against itself": lambda x: x[:, 0] - x[:, :1],
-    "repeated rows": lambda x: tf.repeat(x, 2, 0),
     "equation over rows": lambda x: tf.einsum("bi,bj->ij", x, x),
     "all pairs": lambda x: tf.einsum("bi,ci->bc", x, x),
     "largest": lambda x: tf.argmax(x, 0),
@@ -274,6 +274,11 @@ KINDS: dict[str, tuple[Kind, Callable[[Any], Any]]] = {
     "weights": (Kind.ALIKE, lambda x: tf.reduce_sum(TABLE)),
     "a random number": (Kind.LOCAL, lambda x: tf.random.normal([]) + tf.reduce_mean(x)),
     "centered rows": (Kind.MIXED, lambda x: x - tf.reduce_mean(x, 0)),
+    "attention over the rows": (Kind.MIXED, lambda x: tf.nn.softmax(x @ tf.transpose(x)) @ x),
+    "rows in an order": (Kind.MIXED, lambda x: tf.gather(x, tf.argsort(x[:, 0]))),
+    "their neighbours": (Kind.MIXED, lambda x: tf.gather(x, tf.argmax(x @ tf.transpose(x), 1))),
+    "some rows": (Kind.GLOBAL, lambda x: tf.gather(x, tf.where(x[:, 0] > 0)[:, 0])),
+    "products of all columns": (Kind.GLOBAL, lambda x: tf.matmul(x, x, transpose_a=True)),
     "their spread": (Kind.GLOBAL, lambda x: tf.reduce_mean((x - tf.reduce_mean(x, 0)) ** 2)),
 }
 
@@ -308,6 +313,12 @@ def test_an_operation_without_a_rule_may_depend_on_all_rows(name: str) -> None:
         (lambda x: tf.shape(x)[0], (1,)),
         (lambda x: 3 * tf.shape(x)[0], (3,)),
         (lambda x: (tf.shape(x) * [2, 1])[0], (2,)),
+        (lambda x: tf.shape(x)[0] + tf.shape(2 * x)[0], (2,)),
+        (lambda x: tf.shape(x[:, 0])[-1], (1,)),
+        (lambda x: tf.concat([tf.shape(x)[:1], [2, 2]], 0), (1,)),
+        (lambda x: tf.concat([tf.shape(x)[:0], [2 * tf.shape(x)[0], 2]], 0), (2,)),
+        (lambda x: tf.concat([tf.shape(x)[:0], [2, tf.shape(x)[0]]], 0), None),
+        (lambda x: tf.shape(x)[0] + 1, None),
         (lambda x: tf.cast(1.5 * tf.cast(tf.shape(x)[0], tf.float32), tf.int32), None),
         (lambda x: -tf.shape(x)[0] * -1, None),
         (lambda x: tf.shape(x)[1], None),
@@ -324,6 +335,30 @@ def test_a_size_counts_whole_multiples_of_the_rows(
 
     _traced(function)
     assert found == [parts]
+
+
+@pytest.mark.parametrize(
+    ("size", "may_count"),
+    [
+        (lambda x: tf.shape(x)[0], True),
+        (lambda x: tf.shape(x)[0] // 2 + 1, True),
+        (lambda x: tf.shape(x)[1] * 2, False),
+        (lambda x: tf.unstack(tf.shape(x))[1], False),
+        (lambda x: tf.unstack(tf.shape(x))[0], True),
+        (lambda x: tf.shape(tf.transpose(x))[0] * tf.shape(x)[0], True),
+    ],
+)
+def test_a_size_that_may_count_the_rows_is_found(
+    size: Callable[[Any], Any], may_count: bool
+) -> None:
+    found = []
+
+    def function(x: Any) -> Any:
+        found.append(row_labels.may_count_rows(size(x)))
+        return x
+
+    _traced(function)
+    assert found == [may_count]
 
 
 def test_parts_that_were_concatenated_are_kept_apart() -> None:

@@ -9,15 +9,17 @@ from tfmulti.distribution.tape_records import TapeRecord
 
 def test_only_operations_within_the_blocks_of_a_tape_count_as_recorded() -> None:
     with tf.Graph().as_default() as graph:
-        record = TapeRecord(graph)
+        record = TapeRecord(graph, 0)
         before = tf.constant(1.0) * 2.0
         record.begin()
         first = before * 3.0
         record.end()
         between = first * 4.0
         record.end()
+        assert not record.is_recording
         record.begin()
         record.begin()
+        assert record.is_recording
         second = between * 5.0
         assert [record.has_recorded(t) for t in (before, first, between, second)] == [
             False,
@@ -34,7 +36,7 @@ def test_only_operations_within_the_blocks_of_a_tape_count_as_recorded() -> None
 def test_a_tensor_counts_from_the_time_when_it_is_watched() -> None:
     with tf.Graph().as_default() as graph:
         inputs, others = (tf.compat.v1.placeholder("float32", [2]) for _ in range(2))
-        record = TapeRecord(graph)
+        record = TapeRecord(graph, 0)
         record.begin()
         early, with_others = tf.reduce_max(inputs), inputs + others
         assert not record.follows(inputs)

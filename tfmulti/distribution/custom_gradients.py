@@ -13,6 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmulti.distribution.replica_slice import PerThread
+
+# Whether this thread runs a function that has a custom gradient.
+is_inside = PerThread(False)
 # The names of results, by their graphs.
 _Names = weakref.WeakKeyDictionary[tf.Graph, set[str]]
 _formulas: _Names = weakref.WeakKeyDictionary()

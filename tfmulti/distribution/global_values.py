@@ -125,10 +125,21 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     return global_value
 
 
-def rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
+def rows_of_one_device(
+    replica_slice: ReplicaSlice,
+    value: Any,
+    *,
+    is_lost: Callable[[tf.Tensor, tf.Tensor], bool] = lambda *_: False,
+) -> Any:
     """Returns this replica's rows as one device computes them, and labels them as rows.
 
     A value stays as it is if it has no rows, or if its rows do not depend on other rows.
+
+    Args:
+        replica_slice: this replica's slice.
+        value: a tensor, or anything else.
+        is_lost: gets the value and the rows that were made of it before. It returns whether a tape
+            records now that has recorded the value, but not these rows. Then they are made anew.
 
     Raises:
         ModelError: the value needs all rows together, and the step takes several passes.
@@ -136,7 +147,8 @@ def rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     if not are_known(replica_slice) or label_of(value).kind is not Kind.MIXED:
         return value
     with _builder_of(replica_slice, value) as builder:
-        return builder.watched(value)
+        rows = builder.watched(value)
+        return builder.watched_anew(value) if is_lost(value, rows) else rows
 
 
 def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
@@ -647,6 +659,13 @@ class _Builder:
                 row_labels.mark(new, row_labels.ALIKE)
             built.watched[value.name] = self._leaf(new)
         return built.watched[value.name]
+
+    def watched_anew(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns what `watched` does for mixed rows, made anew from the same leaves."""
+        built = self._built
+        old = built.rows[value.name] = built.watched.pop(value.name)
+        built.leaves.pop(old.name, None)
+        return self.watched(value)
 
     def has_built(self, value: tf.Tensor) -> bool:
         """Returns whether values of the global batch were built from a value built again."""

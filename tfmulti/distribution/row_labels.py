@@ -352,8 +352,12 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
         # A later axis of mixed rows may count the rows of all replicas.
         return None if label_of(size).kind is Kind.GLOBAL else label_of(op.inputs[0]).parts or None
     is_number = op.type in ("Reshape", "ExpandDims") and op.inputs[0].shape.rank == 0
-    if is_number or op.type in ("Identity", "Cast", "ConcatV2", "Pack"):
+    if is_number or op.type in ("Identity", "Cast", "Pack"):
         return parts_counted(op.inputs[0])
+    if op.type == "ConcatV2":
+        # An empty vector may stand first, as in `tf.repeat`.
+        first = next((t for t in op.inputs if t.shape.num_elements() != 0), None)
+        return None if first is None else parts_counted(first)
     if op.type == "Unpack":
         return parts_counted(op.inputs[0]) if size.value_index == 0 else None
     if op.type == "StridedSlice":
@@ -362,7 +366,7 @@ def parts_counted(size: tf.Tensor) -> Parts | None:
             begin is not None and begin[0] in (0, -(rank or 0))
         )
         strides = tf.get_static_value(op.inputs[3])
-        goes_on = strides is not None and strides[0] > 0
+        goes_on = strides is not None and strides[0] > 0 and size.shape.num_elements()
         return parts_counted(op.inputs[0]) if takes_first and goes_on else None
     if op.type == "AddV2":
         both = [parts_counted(number) for number in op.inputs]

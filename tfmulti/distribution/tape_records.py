@@ -14,23 +14,33 @@ import tensorflow as tf
 
 
 class TapeRecord:
-    """Notes when one tape has recorded operations of one graph."""
+    """Notes when one tape has recorded operations of one graph.
 
-    def __init__(self, graph: tf.Graph) -> None:
-        self.graph = graph
+    Attributes:
+        graph: the graph of the step.
+        replica: the index of the replica whose step has made the tape.
+    """
+
+    def __init__(self, graph: tf.Graph, replica: int) -> None:
+        self.graph, self.replica = graph, replica
         # When the tape began and ended, in turns.
         self._changes: list[int] = []
         self._followed: set[str] = set()
         self._watched_at: dict[str, int] = {}
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether the tape records now."""
+        return len(self._changes) % 2 == 1
+
     def begin(self) -> None:
         """Notes that the tape records from now on."""
-        if len(self._changes) % 2 == 0:
+        if not self.is_recording:
             self._changes.append(self._now())
 
     def end(self) -> None:
         """Notes that the tape records no longer."""
-        if len(self._changes) % 2:
+        if self.is_recording:
             self._changes.append(self._now())
 
     def watch(self, tensor: tf.Tensor, *, is_followed: bool) -> None:

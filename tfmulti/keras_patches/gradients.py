@@ -80,7 +80,7 @@ def _push(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.Gr
     is_new = tape._tape is None
     original(tape)
     if is_new or tape not in _records:
-        _records[tape] = TapeRecord(tf.compat.v1.get_default_graph())
+        _records[tape] = TapeRecord(tf.compat.v1.get_default_graph(), _replica())
     _records[tape].begin()
 
 
@@ -89,6 +89,24 @@ def _pop(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.Gra
     original(tape)
     if tape in _records:
         _records[tape].end()
+
+
+def is_lost(value: tf.Tensor, rows: tf.Tensor) -> bool:
+    """Returns whether a tape records now that has recorded a tensor, but not the rows made of it.
+
+    Args:
+        value: a tensor of the step.
+        rows: the rows that one device computes for this replica, in place of the tensor.
+    """
+    here = value.graph, _replica()
+    own = [r for r in list(_records.values()) if (r.graph, r.replica) == here and r.is_recording]
+    return any(r.has_recorded(value) and not r.follows(rows) for r in own)
+
+
+def _replica() -> int:
+    """Returns the index of the replica whose step is traced in this thread."""
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,9 +167,10 @@ def _recomputed(
     """Says that the gradient of `tf.recompute_grad` is that of the operations of its function.
 
     The tape does not record these operations. So a result that mixes rows, whose operations would
-    have to be computed again from the rows of all replicas, stays unknown.
+    have to be computed again from the rows of all replicas, stays unknown. Layers within any
+    function with a custom gradient get their inputs as they are, on which its gradient is based.
     """
-    results = original(function, *args)
+    results = original(_without_rows_of_one_device(function), *args)
     is_of_tensorflow = getattr(function, "__module__", "") == custom_gradient_module.__name__
     if is_of_tensorflow and function.__qualname__.startswith("recompute_grad."):
         tensors = tf.nest.flatten(results)
@@ -159,3 +178,21 @@ def _recomputed(
         if kinds <= {Kind.ROWS, Kind.MEAN, Kind.ALIKE}:
             mark_formula(results)
     return results
+
+
+def _without_rows_of_one_device(function: Any) -> Any:
+    """Returns a function for a custom gradient, in which layers get their inputs as they are."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with custom_gradients.is_inside.set_to(True):
+            results, gradient = function(*args, **kwargs)
+
+        @functools.wraps(gradient)
+        def inside(*upstream: Any, **options: Any) -> Any:
+            with custom_gradients.is_inside.set_to(True):
+                return gradient(*upstream, **options)
+
+        return results, inside
+
+    return call

@@ -26,6 +26,7 @@ from tensorflow.python.ops import cond as cond_module
 
 from tfmulti.distribution import (
     batch_dependent_layers,
+    custom_gradients,
     custom_steps,
     global_values,
     python_attributes,
@@ -33,6 +34,7 @@ from tfmulti.distribution import (
 )
 from tfmulti.distribution.replica_slice import PerThread, ReplicaSlice, partial
 from tfmulti.distribution.row_rules import Kind
+from tfmulti.keras_patches.gradients import is_lost
 from tfmulti.keras_patches.model_structure import (
     all_metric_variables,
     has_own_activation,
@@ -209,7 +211,8 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         replica_slice = partial()
         works_by_rows = row_labels.are_kept() and _works_by_rows(self, args)
-        if replica_slice is not None and (works_by_rows or isinstance(self, _LOOPS_AND_STATISTICS)):
+        needs_rows = works_by_rows or isinstance(self, _LOOPS_AND_STATISTICS)
+        if replica_slice is not None and needs_rows and not custom_gradients.is_inside.get():
             rows = functools.partial(_rows_of_one_device, replica_slice)
             args, kwargs = tf.nest.map_structure(rows, (args, kwargs))
         with in_layer_of_keras.set_to(_is_layer_of_keras(self)):
@@ -223,10 +226,13 @@ def _labelled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rows_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     """Returns this replica's rows as one device computes them, with the mask that Keras gave."""
-    rows = global_values.rows_of_one_device(replica_slice, value)
+    of_one_device = functools.partial(
+        global_values.rows_of_one_device, replica_slice, is_lost=is_lost
+    )
+    rows = of_one_device(value)
     mask = get_keras_mask(value)
     if mask is not None:
-        mask_of_rows = global_values.rows_of_one_device(replica_slice, mask)
+        mask_of_rows = of_one_device(mask)
         if rows is value and mask_of_rows is not mask:
             rows = tf.identity(value)
         set_keras_mask(rows, mask_of_rows)
