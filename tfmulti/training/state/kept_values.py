@@ -7,11 +7,13 @@ step keeps what they were. `read` notes them after a trace, and `first_new_value
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import types
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -40,7 +42,7 @@ _OF_STEPS = frozenset(
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _PARTS_OF_KERAS = (
     *(keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer),
-    *(keras.regularizers.Regularizer, keras.constraints.Constraint),
+    *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
     *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
 )
 # Private attributes of Keras' parts that hold what their public properties set.
@@ -72,8 +74,7 @@ def read(found: relocation.State) -> list[Kept]:
     Args:
         found: what `relocation.find` found from the model, after the step was traced.
     """
-    never_called = set(_methods_that_no_step_calls(found.objects))
-    functions = [function for function in found.functions if function not in never_called]
+    functions = list(_functions_of_steps(found))
     named = frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
     readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = []
     for owner in found.objects:
@@ -124,9 +125,10 @@ def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
     """Returns the attributes of an object that a step may read.
 
     Of an object of the user's own these are the ones that are named by the functions of steps. Of a
-    part of Keras they are the settings, such as an activation.
+    part of Keras they are the settings that Keras' code names, such as an activation.
     """
-    own = classes_of_user(type(owner))
+    kind: type = type(owner)
+    own = classes_of_user(kind)
     values = {**_numbers_of_classes(own), **vars(owner)}
     ignored = attributes_of_keras()
 
@@ -136,9 +138,17 @@ def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
             return name in _BEHIND_PROPERTIES
         if own:
             return name in named
-        return not isinstance(value, (np.ndarray, list, tuple, dict, set))
+        is_data = isinstance(value, (np.ndarray, list, tuple, dict, set))
+        return not is_data and name in _named_by_keras(kind)
 
     return {name: value for name, value in values.items() if may_be_read(name, value)}
+
+
+@functools.cache
+def _named_by_keras(cls: type) -> frozenset[str]:
+    """Returns the names in the methods of a class of Keras, which a user's attributes have not."""
+    functions = [v for part in cls.__mro__ for v in vars(part).values() if hasattr(v, "__code__")]
+    return frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
 
 
 def _numbers_of_classes(classes: Sequence[type]) -> dict[str, Any]:
@@ -156,11 +166,15 @@ def _rules_of_variable(variable: Any) -> dict[str, Any]:
 def _outside(function: types.FunctionType) -> dict[str, Any]:
     """Returns the values outside of a function that its code names.
 
-    They are values of its closure, globals, and the attributes of the user's own modules, classes
-    and objects among these, such as `config.rate`.
+    They are defaults of its arguments, values of its closure, globals, and the attributes of the
+    user's own modules, classes and objects among these, such as `config.rate`.
     """
     code, outside = function.__code__, function.__globals__
     values = {n: outside[n] for n in relocation.globals_in(code) if n in outside}
+    arguments = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    values |= dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    values |= function.__kwdefaults__ or {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         # An empty cell raises ValueError.
         with contextlib.suppress(ValueError):
@@ -182,37 +196,33 @@ def _attributes_of_user(value: Any) -> dict[str, Any]:
     """Returns the attributes of a module, a class or an object, if it is the user's own."""
     if isinstance(value, types.ModuleType):
         return vars(value) if is_module_of_user(value) else {}
-    if isinstance(value, (*_FUNCTIONS, *_PARTS_OF_KERAS)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (*_FUNCTIONS, *_PARTS_OF_KERAS)) or not relocation.has_attributes(value):
         return {}
     own = classes_of_user(value if isinstance(value, type) else type(value))
     of_classes = {name: v for cls in own[::-1] for name, v in vars(cls).items()}
     return {**of_classes, **vars(value)} if own else {}
 
 
-def _methods_that_no_step_calls(owners: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """Yields the methods of the user's classes that a step cannot call, as far as names tell."""
-    for classes in {classes_of_user(type(owner)) for owner in owners}:
-        yield from _uncalled_methods(classes)
+def _functions_of_steps(found: relocation.State) -> Iterator[types.FunctionType]:
+    """Yields the user's functions that a step may call, as far as names tell.
 
-
-@functools.cache
-def _uncalled_methods(classes: tuple[type, ...]) -> list[types.FunctionType]:
-    """Returns the methods of an object's classes that a step cannot call.
-
-    A step may call the methods in `_OF_STEPS`, and those that one of them names. If the classes
-    have none of `_OF_STEPS`, it may call each method.
+    A step may call the methods in `_OF_STEPS`, functions that are no methods, and the methods that
+    one of them names.
     """
     methods: dict[str, list[types.FunctionType]] = {}
-    for cls in classes:
-        for name, value in vars(cls).items():
-            if isinstance(value, types.FunctionType):
-                methods.setdefault(name, []).append(value)
-    called = [n for n in methods if n in _OF_STEPS] or [n for n in methods if n != "__init__"]
-    while called:
-        codes = [method.__code__ for method in methods.pop(called.pop(), [])]
-        named = frozenset[str]().union(*map(relocation.names_in, codes))
-        called += [name for name in methods if name in named]
-    return [method for of_name in methods.values() for method in of_name]
+    for owner in {type(owner): owner for owner in found.objects}.values():
+        for name, function in relocation.methods_of_user(owner):
+            if isinstance(function, types.FunctionType):
+                methods.setdefault(name, []).append(function)
+    of_classes = {function for of_name in methods.values() for function in of_name}
+    to_read = [function for function in found.functions if function not in of_classes]
+    for name in _OF_STEPS:
+        to_read += methods.pop(name, [])
+    for function in to_read:
+        yield function
+        # The list grows while it is read.
+        for name in relocation.names_in(function.__code__) & methods.keys():
+            to_read += methods.pop(name)
 
 
 class _Same:
@@ -229,14 +239,18 @@ class _Same:
 
 def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
     """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared."""
+    if type(value) in weakref.ProxyTypes:
+        return None
     if isinstance(value, (bool, np.bool_)):
         return "bool", bool(value)
     if value is None or isinstance(value, str):
         return "None" if value is None else "text", value
-    if isinstance(value, (int, float, np.number)):
+    if isinstance(value, (int, float, complex, np.number)):
         return "number", "nan" if value != value else value
-    if isinstance(value, _FUNCTIONS):
+    if isinstance(value, (*_FUNCTIONS, type)):
         return "part", value
+    if isinstance(value, range):
+        return "range", value
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc":
             return None
@@ -245,16 +259,21 @@ def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
     if isinstance(value, (set, frozenset)):
         plain = all(isinstance(item, (int, float, str)) for item in value)
         return ("set", frozenset(value)) if plain and len(value) <= _MOST_ENTRIES else None
-    if isinstance(value, (list, tuple, dict)):
+    if isinstance(value, (list, tuple, dict, collections.deque)):
         if depth == _DEEPEST or len(value) > _MOST_ENTRIES:
             return None
         items = value.values() if isinstance(value, dict) else value
-        keys = tuple(value) if isinstance(value, dict) else len(value)
+        keys = _keys_of(value) if isinstance(value, dict) else len(value)
         return "collection", (keys, [_comparable(i, depth + 1) for i in items], _Same(value))
     if isinstance(value, tf.Tensor):
         return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
     is_object = isinstance(value, _PARTS_OF_KERAS) or classes_of_user(type(value))
     return ("part", _Same(value)) if is_object else None
+
+
+def _keys_of(value: dict[Any, Any]) -> list[Any]:
+    """Returns the keys of a dict, by which two dicts are compared."""
+    return [key if isinstance(key, (str, int, float)) else _Same(key) for key in value]
 
 
 def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:

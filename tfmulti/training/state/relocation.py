@@ -17,6 +17,7 @@ import functools
 import os
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,8 @@ class _Search:
 
     def _look(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
         """Looks at one object, which is in a place with a name and a `put`."""
+        if type(value) in weakref.ProxyTypes:
+            return
         if isinstance(value, keras.Variable):
             if not self._is_known(value):
                 self.state.places.append((name, value))
@@ -246,9 +249,22 @@ def _key_in_words(key: Any) -> str:
 
 
 def methods_of_user(owner: Any) -> list[tuple[str, Any]]:
-    """Returns the names and functions of the methods that no class of a library defines."""
+    """Returns the names and functions of the methods that no class of a library defines.
+
+    The function of a property, and of a method of the class, counts, too.
+    """
     classes = [cls for cls in type(owner).__mro__ if not _is_of_library(cls.__module__)]
-    return [(n, v) for cls in classes for n, v in vars(cls).items() if callable(v)]
+    members = [(n, _function_behind(v)) for cls in classes for n, v in vars(cls).items()]
+    return [(name, function) for name, function in members if callable(function)]
+
+
+def _function_behind(member: Any) -> Any:
+    """Returns the function of a property, or of a method of the class; else the member itself."""
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, functools.cached_property):
+        return member.func
+    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
 
 
 @functools.cache
@@ -263,11 +279,12 @@ def globals_in(code: types.CodeType) -> list[str]:
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Returns the globals and attributes that a function, and the functions in it, name.
 
-    `getattr` and `vars` get the name as a text.
+    A function that calls `getattr` or `vars` may give the name as a text.
     """
     inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    texts = {part for part in code.co_consts if isinstance(part, str) and part.isidentifier()}
-    return frozenset(texts.union(code.co_names, *map(names_in, inside)))
+    names = frozenset(code.co_names).union(*map(names_in, inside))
+    texts = [part for part in code.co_consts if isinstance(part, str)]
+    return names.union(texts) if names & {"getattr", "hasattr", "vars", "__dict__"} else names
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -290,7 +307,9 @@ def _may_be_used_by_a_step(value: Any) -> bool:
     A short list, tuple or dict may hold variables and parts of Keras.
     """
     kinds = (keras.Variable, tf.Variable, *_OF_KERAS)
-    function = getattr(value, "python_function", value)
+    # A `tf.function` holds the user's function in this attribute.
+    is_compiled = hasattr(type(value), "python_function")
+    function = value.python_function if is_compiled else value
     if isinstance(function, types.FunctionType):
         return not is_of_library(function.__code__.co_filename)
     if isinstance(value, (list, tuple, dict)) and len(value) <= _SHORT_LIST:
@@ -303,9 +322,14 @@ def _is_of_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
+def has_attributes(value: Any) -> bool:
+    """Returns whether an object has a `__dict__`, without running code of its class."""
+    return type(value).__dictoffset__ != 0
+
+
 def _has_state(value: Any) -> bool:
     """Returns whether an object may hold variables: one of Keras, or one of a user's class."""
-    if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, types.ModuleType)) or not has_attributes(value):
         return False
     return isinstance(value, _OF_KERAS) or not _is_of_library(type(value).__module__)
 
