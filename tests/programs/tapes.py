@@ -90,6 +90,20 @@ def table_before_the_tape(model: Late, x: Any, y: Any, late: Any) -> Any:
     return entropy(y, model(x)) + late * tf.reduce_mean(gradient**2)
 
 
+@late_program("A target that is computed while the tape is stopped, as in BYOL")
+def layer_called_while_a_tape_is_stopped(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """A layer gets moved rows while the tape is stopped, and gets them again while it records."""
+    with tf.GradientTape() as tape:
+        outputs = model(x)
+        rows = tf.roll(tf.tanh(outputs), 1, 0)
+        projected = tf.pad(rows, [[0, 0], [0, 1]])
+        with tape.stop_recording():
+            target = model(projected)
+        found = tf.reduce_mean(model(projected) * target) + tf.reduce_mean(outputs**2)
+    gradient = tape.gradient(found, model.net.trainable_variables)
+    return entropy(y, outputs) + late * tf.linalg.global_norm(gradient)
+
+
 class ClipsApart(Late):
     """Clips its gradient while the tape is stopped, and adds the gradient's norm to the loss."""
 

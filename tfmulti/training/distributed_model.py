@@ -453,6 +453,8 @@ class DistributedModel(keras.Model):
             notes.tell_steps(x, feed, "steps_per_epoch", steps_per_epoch, epochs - initial_epoch)
             if validation is not None:
                 notes.tell_steps(xv, validation, "validation_steps", validation_steps)
+                notes.tell_numbers(validation_steps or validation.data.steps, callbacks, "test")
+            notes.tell_numbers(count, callbacks, "train")
             notes.tell_draws()
             state = state_of(self)
             state.specs = feed.data.specs
@@ -544,7 +546,9 @@ class DistributedModel(keras.Model):
             count = _steps_of(feed, steps)
             if not in_fit:
                 check_same_weights(self)
-                Notes(self, verbose).tell_steps(x, feed, "steps", steps)
+                notes = Notes(self, verbose)
+                notes.tell_steps(x, feed, "steps", steps)
+                notes.tell_numbers(count, callbacks, "test")
             callback_list = _callback_list(self, callbacks, verbose, 1, count)
             self.make_test_function()
             warn_of_old_values(self, "test_step")
@@ -580,8 +584,10 @@ class DistributedModel(keras.Model):
             same_data.check_same_data(self, feed)
         check_same_weights(self)
         count = _steps_of(feed, steps)
+        notes = Notes(self, verbose)
         if steps is not None:
-            Notes(self, verbose).tell_steps(x, feed, "steps", steps)
+            notes.tell_steps(x, feed, "steps", steps)
+        notes.tell_numbers(count, callbacks, "predict")
         callback_list = _callback_list(self, callbacks, verbose, 1, count)
         self.make_predict_function()
         warn_of_old_values(self, "predict_step")

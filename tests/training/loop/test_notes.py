@@ -46,6 +46,49 @@ def test_fit_says_that_a_pydataset_has_another_order(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("the PyDataset's batches have an order of tfmulti") == 1
 
 
+class Numbers(keras.callbacks.Callback):
+    """Notes the numbers of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.numbers.append(batch)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.numbers.append(batch)
+
+
+@pytest.mark.parametrize(("at_once", "told"), [(2, 0), (3, 1)])
+def test_callbacks_that_get_other_numbers_are_named(
+    at_once: int, told: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The four batches of an epoch take two executions of three steps."""
+    model = compiled(steps_per_execution=at_once)
+    progress = keras.callbacks.ProgbarLogger()
+    model.fit(X, X, batch_size=8, verbose=2, callbacks=[progress])
+    assert "gets the number" not in capsys.readouterr().out
+    numbers = Numbers()
+    for _ in range(2):
+        model.fit(X, X, batch_size=8, verbose=2, callbacks=[numbers])
+    text = "Numbers gets the number of the last batch"
+    assert capsys.readouterr().out.count(text) == told
+    assert numbers.numbers == ([1, 3] if at_once == 2 else [2, 3]) * 2
+    model.evaluate(X, X, batch_size=8, verbose=2, callbacks=[numbers])
+    assert text not in capsys.readouterr().out
+    model.predict(X, batch_size=8, verbose=2, callbacks=[numbers])
+    assert text in capsys.readouterr().out
+
+
+def test_plain_keras_still_counts_whole_executions() -> None:
+    numbers = Numbers()
+    model = compiled(by_tfmulti=False, steps_per_execution=3)
+    model.fit(X, X, batch_size=8, verbose=0, callbacks=[numbers])
+    model.predict(X, batch_size=8, verbose=0, callbacks=[numbers])
+    assert numbers.numbers == [2, 5] * 2
+
+
 def batches() -> Iterator[Any]:
     for start in range(0, 32, 8):
         yield X[start : start + 8], X[start : start + 8]

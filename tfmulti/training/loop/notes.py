@@ -21,6 +21,11 @@ from tfmulti.training.input.shuffle import Shuffle
 from tfmulti.training.state.trainer_state import state_of
 
 
+def _is_of_a_library(method: Any) -> bool:
+    """Returns whether a method is missing, or is one of Keras or tfmulti."""
+    return getattr(method, "__module__", "keras.").startswith(("keras.", "tfmulti."))
+
+
 class Notes:
     """Tells the differences of one call of a method of a model, each of them once for the model."""
 
@@ -79,6 +84,32 @@ class Notes:
                 argument,
                 f"{argument}={steps} is no multiple of steps_per_execution={at_once}; these "
                 f"{steps} steps are taken, where plain Keras takes {min(taken, length or taken)}",
+            )
+
+    def tell_numbers(self, count: int | None, callbacks: Any, kind: str) -> None:
+        """Tells that callbacks of the user's own get other numbers of batches, if that is so.
+
+        With several steps in an execution, plain Keras gives the number that the last step of a
+        whole execution has. In `predict` it calls the callbacks once for each execution.
+
+        Args:
+            count: the steps of an epoch; None if they are not known.
+            callbacks: the argument of the method.
+            kind: `train`, `test` or `predict`.
+        """
+        at_once = int(self._model.steps_per_execution)
+        is_other = kind == "predict" or count is None or count % at_once
+        methods = [f"on_{kind}_batch_{end}" for end in ("begin", "end")]
+        own = [
+            type(callback).__name__
+            for callback in keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+            if any(not _is_of_a_library(getattr(type(callback), name, None)) for name in methods)
+        ]
+        if at_once > 1 and is_other and own:
+            self._tell_once(
+                f"batches of {kind}",
+                f"with steps_per_execution={at_once}, {own[0]} gets the number of the last batch "
+                "that was taken, where plain Keras counts whole executions",
             )
 
     def tell_draws(self) -> None:

@@ -22,6 +22,7 @@ from tfmulti.distribution import global_values
 from tfmulti.distribution.replica_slice import ReplicaSlice
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
+from tfmulti.keras_patches.patching import is_of_keras
 
 # The logs of a step by name. A log may be a dict of more logs.
 Logs = dict[str, Any]
@@ -226,7 +227,9 @@ class StepLogs:
         }
         by_name = averaged | results | constants
         logs = _with_values(returned.names, by_name)
-        if set(results) != set(by_name):
+        # One of the user's own is called at the end of an epoch, as in plain Keras.
+        is_of_keras_alone = is_of_keras(type(self._model).get_metrics_result)
+        if is_of_keras_alone and set(results) != set(by_name):
             of_metrics = self._model.get_metrics_result()
             if set(of_metrics) == set(returned.names):
                 tensors = {n: tf.convert_to_tensor(v) for n, v in flattened(of_metrics).items()}
