@@ -125,6 +125,20 @@ def of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
     return global_value
 
 
+def input_of_one_device(replica_slice: ReplicaSlice, value: Any) -> Any:
+    """Returns what `of_one_device` does, for a product that no replica can compute by itself.
+
+    Such is a product of a matrix with a known number of columns and of all rows, as in a graph
+    convolution. Each replica uses the value with its own rows. Other values stay as they are.
+    """
+    if not are_known(replica_slice) or not row_labels.is_product_of_all_rows(value):
+        return value
+    with _builder_of(replica_slice, value) as builder:
+        global_value = builder.factor_on_tape(builder.whole(value))
+    row_labels.mark(global_value, row_labels.ALIKE)
+    return global_value
+
+
 def rows_of_one_device(
     replica_slice: ReplicaSlice,
     value: Any,

@@ -62,6 +62,11 @@ def by_parts(
         arguments: the arguments of Keras' function without the seed, by name.
     """
     if "inputs" in arguments:
+        if arguments.get("noise_shape") is None:
+            # A dropout of a matrix of the whole batch, such as the product of a graph's edges and
+            # rows.
+            inputs = global_values.input_of_one_device(replica_slice, arguments["inputs"])
+            arguments = arguments | {"inputs": inputs}
         # A row of comparisons with all rows is longer on one device, and gets more numbers.
         inputs = global_values.rows_of_one_device(replica_slice, arguments["inputs"])
         arguments = arguments | {"inputs": inputs}

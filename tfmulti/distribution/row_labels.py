@@ -324,6 +324,25 @@ def is_rearranged(tensor: tf.Tensor) -> bool:
     return marks is not None and tensor.name in marks.rearranged
 
 
+def is_product_of_all_rows(tensor: Any) -> bool:
+    """Returns whether a tensor comes from a matrix product that adds up over the rows of the batch.
+
+    The first matrix has as many columns as one device has rows. A replica has fewer rows, and
+    cannot compute the product. Operations by element may follow it.
+    """
+    while isinstance(tensor, tf.Tensor) and label_of(tensor).kind is Kind.GLOBAL:
+        op = tensor.op
+        if op.type in ("MatMul", "BatchMatMulV2"):
+            first, second = op.inputs
+            is_of_rows = label_of(first).has_rows and first.shape.rank == second.shape.rank == 2
+            return is_of_rows and first.shape[1] is not None and second.shape[0] is None
+        behind = [t for t in op.inputs if label_of(t).kind is not Kind.ALIKE]
+        if len(behind) != 1 or behind[0].shape.rank != tensor.shape.rank:
+            return False
+        tensor = behind[0]
+    return False
+
+
 def is_state_of_metric(tensor: tf.Tensor) -> bool:
     """Returns whether a tensor is this replica's value of a metric's variable."""
     marks = _marks_of(tensor)

@@ -282,12 +282,23 @@ def _of_matrices(node: Node) -> Parts | None:
     if first is None or second is None:
         return None
     if node.op.type == "MatMul":
-        return node.parts_if(not node.op.get_attr("transpose_a"))
+        return node.parts_if(not (node.op.get_attr("transpose_a") or _needs_all_rows(node)))
     if left.has_rows and right.has_rows:
         return node.same_parts() if first == second > 2 else None
     rows, rank, other = (left, first, second) if left.has_rows else (right, second, first)
     alike = Kind.ALIKE in (left.kind, right.kind)
     return rows.parts if alike and rank > max(2, other) else None
+
+
+def _needs_all_rows(node: Node) -> bool:
+    """Returns whether no replica can compute a product, whose second matrix has the rows.
+
+    The first matrix has as many columns as one device has rows, as in a graph convolution.
+    TensorFlow takes that for the number of rows wherever it can, so the product is none of rows.
+    """
+    first, second = node.op.inputs
+    is_of_rows = node.labels[1].has_rows and not node.op.get_attr("transpose_b")
+    return is_of_rows and first.shape[1] is not None and second.shape[0] is None
 
 
 def _not_along_rows(node: Node) -> Parts | None:
