@@ -79,6 +79,8 @@ def _push(original: Callable[..., Any], replica_slice: ReplicaSlice, tape: tf.Gr
     """Notes that the tape begins to record, or goes on after it was stopped."""
     is_new = tape._tape is None
     original(tape)
+    if tf.executing_eagerly():
+        return
     if is_new or tape not in _records:
         _records[tape] = TapeRecord(tf.compat.v1.get_default_graph(), _replica())
     _records[tape].begin()

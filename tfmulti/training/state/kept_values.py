@@ -229,10 +229,10 @@ class _Same:
     """An object that equals itself alone."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self._held = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return isinstance(other, _Same) and self._held is other._held
 
     __hash__ = None  # type: ignore[assignment]
 
