@@ -265,10 +265,15 @@ class Mixing(layers.Layer):
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
 
-    def call(self, x: Any, training: bool = False) -> Any:
-        part = 0.4 * ops.cast(self.calls > 0, x.dtype)
+    def part_of_others(self, training: bool) -> Any:
+        """Returns 0 in the first training step, and then 0.4."""
+        part = 0.4 * ops.cast(self.calls > 0, self.compute_dtype)
         if training:
             self.calls.assign_add(1.0)
+        return part
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        part = self.part_of_others(training)
         return (1 - part) * x + part * ops.flip(x, 0)
 
 
@@ -283,9 +288,7 @@ class Attending(Mixing):
     """Adds to each row, later, an attention over the batch, a sorted row and its neighbour."""
 
     def call(self, x: Any, training: bool = False) -> Any:
-        part = 0.4 * ops.cast(self.calls > 0, x.dtype)
-        if training:
-            self.calls.assign_add(1.0)
+        part = self.part_of_others(training)
         attended = ops.softmax(ops.matmul(x, ops.transpose(x))) @ x
         in_order = tf.gather(x, tf.argsort(x[:, 0]))
         gaps = tf.reduce_sum((x[:, None] - x[None]) ** 2, -1)

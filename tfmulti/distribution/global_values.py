@@ -76,6 +76,8 @@ class _Built:
     mixes: bool = False
 
 
+# Gets a tensor of the step and the one that was made of it (`rows_of_one_device`).
+IsLost = Callable[[tf.Tensor, tf.Tensor], bool]
 # By the replica's index, since the replicas of a process are traced into one graph.
 _built: weakref.WeakKeyDictionary[tf.Graph, dict[int, _Built]] = weakref.WeakKeyDictionary()
 
@@ -143,7 +145,7 @@ def rows_of_one_device(
     replica_slice: ReplicaSlice,
     value: Any,
     *,
-    is_lost: Callable[[tf.Tensor, tf.Tensor], bool] = lambda *_: False,
+    is_lost: IsLost = lambda *_: False,
 ) -> Any:
     """Returns this replica's rows as one device computes them, and labels them as rows.
 
@@ -161,8 +163,7 @@ def rows_of_one_device(
     if not are_known(replica_slice) or label_of(value).kind is not Kind.MIXED:
         return value
     with _builder_of(replica_slice, value) as builder:
-        rows = builder.watched(value)
-        return builder.watched_anew(value) if is_lost(value, rows) else rows
+        return builder.watched(value, is_lost)
 
 
 def part_of_sum(replica_slice: ReplicaSlice, value: Any) -> Any:
@@ -657,12 +658,16 @@ class _Builder:
             and tensor.name != name
         ]
 
-    def watched(self, value: tf.Tensor) -> tf.Tensor:
+    def watched(self, value: tf.Tensor, is_lost: IsLost = lambda *_: False) -> tf.Tensor:
         """Returns a value of one device, or this replica's rows of it, by which to differentiate.
 
-        Later the builder uses the new tensor wherever the step uses the given one.
+        Later the builder uses the new tensor wherever the step uses the given one. If `is_lost`
+        says so of the tensor that was made before, another one is made from the same leaves.
         """
         label, built = label_of(value), self._built
+        if value.name in built.watched and is_lost(value, built.watched[value.name]):
+            old = built.rows[value.name] = built.watched.pop(value.name)
+            built.leaves.pop(old.name, None)
         if value.name not in built.watched:
             if label.kind is Kind.MIXED:
                 new = built.rows[value.name] = self.on_tape(self.rows(value))
@@ -673,13 +678,6 @@ class _Builder:
                 row_labels.mark(new, row_labels.ALIKE)
             built.watched[value.name] = self._leaf(new)
         return built.watched[value.name]
-
-    def watched_anew(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns what `watched` does for mixed rows, made anew from the same leaves."""
-        built = self._built
-        old = built.rows[value.name] = built.watched.pop(value.name)
-        built.leaves.pop(old.name, None)
-        return self.watched(value)
 
     def has_built(self, value: tf.Tensor) -> bool:
         """Returns whether values of the global batch were built from a value built again."""

@@ -27,15 +27,15 @@ def read(objects: Iterable[Any]) -> Attributes:
 
     An object whose own `build` has not run is left out, because `build` may set its numbers.
     """
-    return [(owner, _numbers_of(owner)) for owner in objects if not _is_to_be_built(owner)]
+    return [(owner, numbers_of(owner)) for owner in objects if not _is_to_be_built(owner)]
 
 
 def classes_of_user(cls: type) -> tuple[type, ...]:
-    """Returns a class and those that it inherits from, without the classes of libraries."""
+    """Returns those of a class and the classes that it inherits from that no library defines."""
     return tuple(part for part in cls.__mro__ if not part.__module__.startswith(_LIBRARIES))
 
 
-def _numbers_of(owner: Any) -> dict[str, Any]:
+def numbers_of(owner: Any) -> dict[str, Any]:
     """Returns the numbers and texts that an object has by itself or by the user's classes."""
     own = classes_of_user(type(owner))[::-1]
     values = {name: v for part in (*own, owner) for name, v in vars(part).items()}

@@ -291,8 +291,10 @@ def _logs_after(model: keras.Model, logs: Logs, call: Callable[[], None]) -> Log
     state.metric_results = None
     StatesOfMetrics.changed.clear()
     call()
-    has_changed = any(
-        id(tf_variable_of(v)) in StatesOfMetrics.changed for v in model.metrics_variables
+    # The search for the metrics of all layers takes time, and few callbacks change a metric.
+    has_changed = bool(StatesOfMetrics.changed) and any(
+        id(tf_variable_of(variable)) in StatesOfMetrics.changed
+        for variable in model.metrics_variables
     )
     results = state.metric_results
     if has_changed and results is None:

@@ -2,7 +2,8 @@
 
 A step may read attributes of the model's objects, and values outside of its functions: globals,
 values of a closure, and attributes of the user's own modules, classes and objects. The graph of the
-step keeps what they were. `read` notes them after a trace, and `first_new_value` finds a change.
+step keeps the values of the time when TensorFlow traced it. `read` returns copies of these values,
+and `first_new_value` compares the copies with the values of now.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.distribution.python_attributes import attributes_of_keras, classes_of_user
+from tfmulti.distribution.python_attributes import (
+    attributes_of_keras,
+    classes_of_user,
+    numbers_of,
+)
 from tfmulti.training.state import relocation
 from tfmulti.training.state.user_lines import is_module_of_user
 
@@ -129,7 +134,7 @@ def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
     """
     kind: type = type(owner)
     own = classes_of_user(kind)
-    values = {**_numbers_of_classes(own), **vars(owner)}
+    values = {**numbers_of(owner), **vars(owner)}
     ignored = attributes_of_keras()
 
     def may_be_read(name: str, value: Any) -> bool:
@@ -149,13 +154,6 @@ def _named_by_keras(cls: type) -> frozenset[str]:
     """Returns the names in the methods of a class of Keras, which a user's attributes have not."""
     functions = [v for part in cls.__mro__ for v in vars(part).values() if hasattr(v, "__code__")]
     return frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
-
-
-def _numbers_of_classes(classes: Sequence[type]) -> dict[str, Any]:
-    """Returns the numbers and texts that the user's classes of an object have."""
-    values = {name: value for cls in reversed(classes) for name, value in vars(cls).items()}
-    kinds = (int, float, str)
-    return {n: v for n, v in values.items() if isinstance(v, kinds) and not n.startswith("__")}
 
 
 def _rules_of_variable(variable: Any) -> dict[str, Any]:
