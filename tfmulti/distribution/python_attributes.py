@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,10 +37,39 @@ def classes_of_user(cls: type) -> tuple[type, ...]:
     return tuple(part for part in cls.__mro__ if not part.__module__.startswith(_LIBRARIES))
 
 
+def slots_of(owner: Any) -> frozenset[str]:
+    """Returns the names that the `__slots__` of the user's classes of an object give."""
+    kind: type = type(owner)
+    return _slots_of_class(kind)
+
+
+@functools.cache
+def _slots_of_class(cls: type) -> frozenset[str]:
+    modules = sys.stdlib_module_names
+    own = (p for p in classes_of_user(cls) if p.__module__.partition(".")[0] not in modules)
+    members = (item for part in own if "__slots__" in vars(part) for item in vars(part).items())
+    return frozenset(n for n, member in members if isinstance(member, types.MemberDescriptorType))
+
+
+def values_of(owner: Any) -> dict[str, Any]:
+    """Returns the attributes that an object itself holds, also those in `__slots__`."""
+    values = {name: getattr(owner, name) for name in slots_of(owner) if hasattr(owner, name)}
+    has_dict = type(owner).__dictoffset__ != 0
+    return values | vars(owner) if has_dict else values
+
+
+def set_value(owner: Any, name: str, value: Any) -> None:
+    """Gives an object an attribute of `values_of` without running code of its class."""
+    if name in slots_of(owner):
+        object.__setattr__(owner, name, value)
+    else:
+        vars(owner)[name] = value
+
+
 def numbers_of(owner: Any) -> dict[str, Any]:
     """Returns the numbers and texts that an object has by itself or by the user's classes."""
     own = classes_of_user(type(owner))[::-1]
-    values = {name: v for part in (*own, owner) for name, v in vars(part).items()}
+    values = {name: v for part in own for name, v in vars(part).items()} | values_of(owner)
     kinds = (int, float, str)
     return {
         name: value
@@ -61,7 +92,7 @@ def restore(attributes: Attributes) -> None:
     itself, as in `if not self.is_ready: …`.
     """
     for owner, name, value in _changes(attributes):
-        vars(owner)[name] = value
+        set_value(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -85,8 +116,9 @@ def _changes(attributes: Attributes) -> Iterator[tuple[Any, str, Any]]:
     for owner, before in attributes:
         if _has_switched(owner, before):
             continue
+        now = values_of(owner)
         for name, value in before.items():
-            if _is_other(value, vars(owner).get(name)):
+            if _is_other(value, now.get(name)):
                 yield owner, name, value
 
 
@@ -107,8 +139,9 @@ def _is_switched(value: Any, current: Any) -> bool:
 
 def _has_switched(owner: Any, before: dict[str, Any]) -> bool:
     """Returns whether the user's code has changed a Boolean."""
+    now = values_of(owner)
     for name, value in before.items():
-        if _is_switched(value, vars(owner).get(name)) and name not in attributes_of_keras():
+        if _is_switched(value, now.get(name)) and name not in attributes_of_keras():
             return True
     return False
 

@@ -88,24 +88,30 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
     return generator
 
 
-def share_generator(generator: keras.random.SeedGenerator | None) -> None:
+def share_generator(generator: keras.random.SeedGenerator | None, python_before: object) -> None:
     """Puts a generator in the place of Keras' own, if a step has drawn from it.
 
     Call it after the step was traced. At that point Keras would have made its own generator, by a
     draw from Python's generator. This function makes that draw, too.
 
+    Plain Keras makes a variable for its generator while it traces the step, so `tf.function` traces
+    the step once more. A second trace takes time. It gives other numbers only if the step draws
+    from Python's generator, so only then a variable is made here, too.
+
     Args:
         generator: what `step_generator` returned.
+        python_before: the state of Python's generator before the step was traced.
     """
     keras_generator = global_generator()
     if generator is None or generator is keras_generator or generator not in _drawn_from:
         return
     # In eager mode the step has run, so the generator's state has moved on and must stay.
-    has_drawn = tf.executing_eagerly()
+    has_run = tf.executing_eagerly()
+    is_traced_again = not has_run and random.getstate() != python_before
     with tf.init_scope():
-        keras_generator = global_seed_generator()
-        if not has_drawn:
-            generator.state.assign(keras_generator.state)
+        state = global_seed_generator().state if is_traced_again else [make_default_seed(), 0]
+        if not has_run:
+            generator.state.assign(state)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 

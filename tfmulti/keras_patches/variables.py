@@ -19,6 +19,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
+from tfmulti.distribution.python_attributes import values_of
+
 
 def install() -> None:
     """Makes `float`, `int` and `numpy.asarray` read a variable that has a copy on each replica.
@@ -108,7 +110,7 @@ def attributes_of(owner: Any) -> list[tuple[str, Any]]:
     variable first under the user's own name.
     """
     nodes = ("_inbound_nodes", "_outbound_nodes")
-    attributes = [(name, value) for name, value in vars(owner).items() if name not in nodes]
+    attributes = [(name, value) for name, value in values_of(owner).items() if name not in nodes]
     return sorted(attributes, key=lambda item: item[0].startswith("_self_"))
 
 

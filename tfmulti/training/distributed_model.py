@@ -80,7 +80,7 @@ from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.microbatches import take
 from tfmulti.training.step.prediction import make_prediction
-from tfmulti.training.step.step import warn_of_old_values
+from tfmulti.training.step.python_effects import warn_of_old_values
 from tfmulti.training.step.step_logs import flattened
 from tfmulti.training.step.steps_per_execution import StepsPerExecution
 from tfmulti.training.step.xla import compile_errors_explained

@@ -832,16 +832,22 @@ class CountsInPython(keras.layers.Layer):
 
 def predictions_counted_in_python() -> Any:
     """Returns how many warnings the predictions of a model give whose layer counts in Python."""
+    words = "the predict_step changes CountsInPython.calls in Python"
+    return sum(words in message for message in _warnings_with(CountsInPython))
+
+
+def _warnings_with(make_layer: Callable[[], keras.layers.Layer]) -> list[str]:
+    """Returns the warnings if a model with a layer predicts and is evaluated twice."""
     with here.strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), CountsInPython()])
+        model = keras.Sequential([keras.Input((6,)), make_layer()])
         model.compile("sgd", "mse")
     prepare(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             model.predict(X, batch_size=24, verbose=0)
-    words = "the predict_step changes CountsInPython.calls in Python"
-    return sum(words in str(w.message) for w in caught)
+            model.evaluate(X, X, batch_size=24, verbose=0)
+    return [str(warning.message) for warning in caught]
 
 
 class Scaled(keras.layers.Layer):
@@ -897,6 +903,65 @@ def values_changed_between_calls() -> Any:
         told = [str(w.message).partition(" was traced, which keeps the old value") for w in caught]
         found.append([words for words, separator, _ in told if separator])
     return found
+
+
+class DrawsInPython(keras.layers.Layer):
+    """Adds a random number of a kind that TensorFlow's graph does not have."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.rng = kind, np.random.default_rng(1)
+
+    def call(self, x: Any) -> Any:
+        draws = {
+            "python": random.random,
+            "numpy": np.random.rand,
+            "own generator": self.rng.random,
+        }
+        return x + draws[self.kind]()
+
+
+class MakesAnInitializer(keras.layers.Layer):
+    """Draws a seed from Python's generator by Keras alone."""
+
+    def call(self, x: Any) -> Any:
+        return x + keras.initializers.HeNormal().seed * 0.0
+
+
+def numbers_drawn_in_python(kind: str) -> Any:
+    """Returns the warnings of `predict` and `evaluate` with a layer that draws in Python."""
+    told = _warnings_with(lambda: MakesAnInitializer() if kind == "seeds" else DrawsInPython(kind))
+    return [message for message in told if "draws numbers" in message]
+
+
+class Noisy(keras.Model):
+    """A step that draws by Keras without a seed, and counts in a list how often it is traced."""
+
+    draws_in_python = False
+
+    def train_step(self, data: Any) -> Any:
+        TRACES.append(random.random() if self.draws_in_python else 0.0)
+        x, y = data
+        return super().train_step((x + keras.random.normal(tf.shape(x)), y))
+
+
+TRACES: list[float] = []
+
+
+def traces_of_a_step_with_draws(draws: str) -> Any:
+    """Returns how often the Python code of a step ran that draws by Keras without a seed."""
+    TRACES.clear()
+    keras.utils.set_random_seed(1)
+    # Keras makes its own generator at the first draw.
+    keras.backend.clear_session()
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        model = Noisy(inputs, keras.layers.Dense(3)(inputs))
+        model.draws_in_python = draws != "by Keras"
+        model.compile("sgd", "mse")
+    prepare(model, verify=False)
+    fit(model, x=X, y=X[:, :3], batch_size=24)
+    return len(TRACES)
 
 
 def warnings_of_eager_code(case: str) -> Any:

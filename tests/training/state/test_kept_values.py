@@ -24,6 +24,28 @@ class Warmup:
     steps = 10
 
 
+class Slots:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("decay", "unused")
+
+    def __init__(self) -> None:
+        self.decay, self.unused = 0.9, 0
+
+
+class Frame:
+    """Gives its numbers as a table of pandas does."""
+
+    def __init__(self) -> None:
+        self.numbers = np.ones(2)
+
+    def __len__(self) -> int:
+        return 2
+
+    def to_numpy(self) -> np.ndarray:
+        return self.numbers
+
+
 class Schedule:
     """Holds a number that a step reads by a global name."""
 
@@ -31,7 +53,14 @@ class Schedule:
     other = 0.1
 
     def __init__(self) -> None:
-        self.warmup = Warmup()
+        self.warmup, self.slots, self._power, self._factor = Warmup(), Slots(), 1, 1
+
+    @property
+    def power(self) -> int:
+        return self._power
+
+    def scaled(self, x: Any) -> Any:
+        return x * self._factor
 
 
 RATE = 0.5
@@ -63,6 +92,7 @@ class Configured(keras.layers.Layer):
         self.notes: Any = None
         self.best, self.settings = 0.0, Settings()
         self.beta, self.by_text = np.float32(1.0), False
+        self.long, self.words, self.frame = [0] * 3000, np.array(["a", 1], object), Frame()
         self.odd, self.helper, self.part = np.array([1.0, np.nan]), None, keras.layers.Dense(1)
         self.read: Callable[[], Any] = lambda: outer
 
@@ -81,17 +111,19 @@ class Configured(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         self.helped()
         of_others = [RATE, TABLE, WEIGHTS, CHOSEN, LOSS, schedule.rate, schedule.warmup.steps]
+        of_others += [schedule.power, schedule.scaled(1), schedule.slots.decay]
         own = [self.odd, self.flag, self.scale, self.function, self.table, self.options, self.sizes]
         own += [self.settings.decay, self.beta, getattr(self, "by_text")]  # noqa: B009
+        own += [self.long, self.words, self.frame, getattr(self, "made_later", 0)]
         return [x, own, of_others, self.nested, self.groups, self.large, self.part, self.read()]
 
 
 def change_of(layer: Any, change: Any) -> str | None:
     """Returns which value of a layer has changed, in words."""
-    before = kept_values.read(relocation.find(layer))
-    assert kept_values.first_new_value(before) is None
+    before = kept_values.read(relocation.find(layer), "train_step")
+    assert kept_values.first_new_value(before, []) is None
     change(layer)
-    return kept_values.first_new_value(before)
+    return kept_values.first_new_value(before, [])
 
 
 @pytest.mark.parametrize(
@@ -117,10 +149,16 @@ def change_of(layer: Any, change: Any) -> str | None:
         (lambda layer: setattr(layer, "by_text", True), "by_text"),
         (lambda layer: delattr(layer, "beta"), "beta"),
         (lambda layer: setattr(layer, "groups", {1}), "groups"),
-        (lambda layer: setattr(layer, "scale", [tf.ones(2)]), None),
-        (lambda layer: layer.sizes.append(3), None),
-        (lambda layer: layer.groups.add(3), None),
-        (lambda layer: layer.options.update({"a": layer.options}), None),
+        (lambda layer: setattr(layer, "scale", [tf.ones(2)]), "scale"),
+        (lambda layer: layer.long.append(3), "long"),
+        (lambda layer: layer.long.__setitem__(0, 3), "long"),
+        (lambda layer: layer.words.__setitem__(0, "b"), "words"),
+        (lambda layer: setattr(layer.frame, "numbers", np.zeros(2)), "frame"),
+        (lambda layer: setattr(layer, "made_later", 1), "made_later"),
+        (lambda layer: setattr(layer, "not_read", 1), None),
+        (lambda layer: layer.sizes.append(3), "sizes"),
+        (lambda layer: layer.groups.add(3), "groups"),
+        (lambda layer: layer.options.update({"a": layer.options}), "options"),
         (lambda layer: setattr(layer, "odd", np.array([1.0, np.nan])), None),
         (lambda layer: setattr(layer, "best", 0.5), None),
         (lambda layer: setattr(layer, "notes", "read by a method that no step calls"), None),
@@ -133,11 +171,45 @@ def test_a_changed_value_that_a_step_may_read_is_found(change: Any, name: str | 
     assert change_of(layer, change) == (name and f"Configured.{name} of {layer.name!r}")
 
 
-@pytest.mark.parametrize(("name", "words"), [("decay", "Settings.decay"), ("unused", None)])
-def test_a_changed_number_of_an_object_without_methods_is_found(
-    name: str, words: str | None
-) -> None:
-    assert change_of(Configured(), lambda layer: setattr(layer.settings, name, 0.5)) == words
+@pytest.mark.parametrize("kind", [Settings, Slots])
+@pytest.mark.parametrize("name", ["decay", "unused"])
+def test_a_changed_number_of_an_object_without_methods_is_found(kind: Any, name: str) -> None:
+    layer = Configured()
+    layer.settings = kind()
+    found = change_of(layer, lambda layer: setattr(layer.settings, name, 0.5))
+    assert found == (f"{kind.__name__}.decay" if name == "decay" else None)
+
+
+@pytest.mark.parametrize("change", [lambda n: n.append(1), lambda n: n.__setitem__(0, 5)])
+def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
+    layer = Configured()
+    before = kept_values.read(relocation.find(layer), "train_step")
+    change(layer.sizes)
+    after = kept_values.read(relocation.find(layer), "train_step")
+    collecting = kept_values.changed_collections(before)
+    change(layer.sizes)
+    layer.sizes[0] += 1
+    assert collecting == [layer.sizes]
+    assert kept_values.first_new_value(after, collecting) is None
+    assert kept_values.first_new_value(after, []) == f"Configured.sizes of {layer.name!r}"
+
+
+def test_a_value_of_another_step_is_not_told() -> None:
+    class Steps(keras.Model):
+        trained = tested = 0
+
+        def train_step(self, data: Any) -> Any:
+            return self.trained
+
+        def test_step(self, data: Any) -> Any:
+            return self.tested
+
+    model = Steps()
+    before = kept_values.read(relocation.find(model), "train_step")
+    model.tested = 1
+    assert kept_values.first_new_value(before, []) is None
+    model.trained = 1
+    assert kept_values.first_new_value(before, []) == f"Steps.trained of {model.name!r}"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +237,10 @@ def test_a_changed_global_that_a_step_reads_is_found(
         (Schedule, "rate", "schedule.rate"),
         (Schedule, "other", None),
         (schedule.warmup, "steps", "schedule.warmup.steps"),
+        (schedule.slots, "decay", "schedule.slots.decay"),
+        (schedule.slots, "unused", None),
+        (schedule, "_power", "schedule._power"),
+        (schedule, "_factor", "schedule._factor"),
     ],
 )
 def test_a_changed_attribute_of_a_global_is_found(

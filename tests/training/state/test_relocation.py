@@ -38,13 +38,21 @@ def test_variables_are_found_wherever_they_are_kept() -> None:
     outside = tf.Variable(1.0)
 
     class Helper:
+        __slots__ = ("kept",)
+
         def __init__(self) -> None:
             self.kept = {"a": [(tf.Variable(2.0), 3)]}
+
+    class Held:
+        __slots__ = ("__dict__", "variable")
+
+        def __init__(self) -> None:
+            self.variable = tf.Variable(3.0)
 
     class Finds(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.helper = Helper()
+            self.helper, self.held = Helper(), Held()
             self.layer = keras.layers.Dense(2)
             self.generator = keras.random.SeedGenerator(1)
             self.others = {"optimizer": keras.optimizers.SGD(0.1)}
@@ -56,7 +64,7 @@ def test_variables_are_found_wherever_they_are_kept() -> None:
     model(np.zeros((1, 3), np.float32))
     state = relocation.find(model)
     names = set(state.named())
-    for words in ("kept of Helper['a'][0][0]", "outside"):
+    for words in ("kept of Helper['a'][0][0]", "variable of Held", "outside"):
         assert any(words in name for name in names), names
     assert {v.name for v in state.variables} >= {
         "kernel",
@@ -68,9 +76,11 @@ def test_variables_are_found_wherever_they_are_kept() -> None:
     with relocation.on_one_device(state):
         assert model.helper.kept["a"][0][1] == 3
         model.helper.kept["a"][0][0].assign(9.0)
+        model.held.variable.assign(9.0)
         outside.assign(9.0)
         model.layer.bias.assign([9.0, 9.0])
     assert float(model.helper.kept["a"][0][0]) == 2.0
+    assert float(model.held.variable) == 3.0
     assert float(outside) == 1.0
     assert np.asarray(model.layer.bias).tolist() == [0.0, 0.0]
 

@@ -285,6 +285,28 @@ def test_a_number_that_was_changed_between_predictions_is_told(results: list[Any
     assert "has changed since the predict_step was traced, which keeps the old" in of_second[0]
 
 
+@pytest.mark.parametrize("case", ["python", "numpy", "own generator", "seeds"])
+@behaviour(verification.numbers_drawn_in_python, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_numbers_that_a_trace_draws_in_python_are_told(results: list[Any], case: str) -> None:
+    names = {
+        "python": "Python's generator (random)",
+        "numpy": "NumPy's generator (numpy.random)",
+        "own generator": "DrawsInPython.rng of ",
+    }
+    [found] = results
+    steps = ["predict_step", "test_step"] if case in names else []
+    assert len(found) == len(steps)
+    for step, message in zip(steps, found, strict=True):
+        assert f"the {step} draws numbers from {names[case]}" in message
+
+
+@pytest.mark.parametrize("case", ["by Keras", "in Python, too"])
+@behaviour(verification.traces_of_a_step_with_draws, at=[TWO_REPLICAS])
+def test_a_step_that_draws_by_keras_is_traced_once(results: list[Any], case: str) -> None:
+    # Plain Keras traces it twice, which matters if the step draws in Python.
+    assert results == [2 if case == "by Keras" else 4]
+
+
 @pytest.mark.parametrize("case", ["own", "of Keras"])
 @behaviour(verification.warnings_of_eager_code, at=[ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS])
 def test_eager_code_of_the_user_is_told_once_for_each_step(

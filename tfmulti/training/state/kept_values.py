@@ -11,10 +11,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import random
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,6 +26,7 @@ from tfmulti.distribution.python_attributes import (
     attributes_of_keras,
     classes_of_user,
     numbers_of,
+    values_of,
 )
 from tfmulti.training.state import relocation
 from tfmulti.training.state.user_lines import is_module_of_user
@@ -34,9 +36,6 @@ _OF_STEPS = frozenset(
     [
         "__call__",
         "call",
-        "train_step",
-        "test_step",
-        "predict_step",
         "compute_loss",
         "compute_metrics",
         "update_state",
@@ -52,10 +51,12 @@ _PARTS_OF_KERAS = (
 )
 # Private attributes of Keras' parts that hold what their public properties set.
 _BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
-# Collections of more entries are data, and would take time to compare.
+# Of a collection with more entries, or an array with more numbers, some are compared, which are
+# spread evenly.
 _MOST_ENTRIES = 1000
-# Of an array with more numbers, some are compared, which are spread evenly.
 _MOST_NUMBERS = 100_000
+_ABSENT = ("None", None)
+_COLLECTIONS = ("set", "collection")
 _DEEPEST = 4
 
 
@@ -73,14 +74,15 @@ class Kept(NamedTuple):
     before: dict[str, Any]
 
 
-def read(found: relocation.State) -> list[Kept]:
-    """Returns the values that a step may have read, for `first_new_value`.
+def read(found: relocation.State, step: str) -> list[Kept]:
+    """Returns the values that a step reads if it is traced now, for `first_new_value`.
 
     Args:
-        found: what `relocation.find` found from the model, after the step was traced.
+        found: what `relocation.find` found from the model.
+        step: such as `train_step`.
     """
-    functions = list(_functions_of_steps(found))
-    named = frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
+    functions = list(_functions_of(step, found))
+    named = _named_by(functions)
     readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = []
     for owner in found.objects:
         attributes = functools.partial(_attributes, owner, named)
@@ -98,18 +100,55 @@ def read(found: relocation.State) -> list[Kept]:
     return kept
 
 
-def first_new_value(values: Sequence[Kept]) -> str | None:
+def of_types(values: Sequence[Kept], types_: tuple[type, ...]) -> dict[str, Any]:
+    """Returns those of the values that are objects of some types, by their names in words."""
+    found = ((words, read_now().items()) for read_now, words, _ in values)
+    pairs = ((words(name), value) for words, items in found for name, value in items)
+    return {name.rstrip(","): value for name, value in pairs if isinstance(value, types_)}
+
+
+def names_generator(found: relocation.State, step: str) -> bool:
+    """Returns whether a step may draw from Python's generator, as far as names tell."""
+    functions = list(_functions_of(step, found))
+    outside = (value for function in functions for value in _outside(function).values())
+    # A function that the user has imported from `random` is a method of the generator.
+    methods = (value for value in outside if isinstance(value, _FUNCTIONS))
+    generator = random.random.__self__  # type: ignore[attr-defined]
+    is_method = any(getattr(method, "__self__", None) is generator for method in methods)
+    return is_method or "random" in _named_by(functions)
+
+
+def changed_collections(values: Sequence[Kept]) -> list[Any]:
+    """Returns the collections that have changed since `read`, or that were made since then."""
+    found = []
+    for read_now, _, before in values:
+        now = read_now()
+        for name, value in before.items():
+            current = _comparable(now.get(name))
+            if current is not None and current[0] in _COLLECTIONS and current != value:
+                found.append(now[name])
+    return found
+
+
+def first_new_value(values: Sequence[Kept], collecting: Sequence[Any]) -> str | None:
     """Returns the first value that is another one since `read`, or None.
 
     A change of a layer's `trainable` counts, too.
 
+    Args:
+        values: what `read` returned.
+        collecting: the collections that are changed by code that runs while a step is traced. They
+            may change at any time.
+
     Returns:
         The value in words, such as `Dropout.rate of 'dropout_1'`.
     """
+    ignored = set(map(id, collecting))
     for read_now, words, before in values:
         now = read_now()
-        for name, value in before.items():
-            if _is_new(value, _comparable(now.get(name))):
+        for name in {**before, **now}:
+            is_ignored = id(now.get(name)) in ignored
+            if not is_ignored and _is_new(before.get(name, _ABSENT), _comparable(now.get(name))):
                 return words(name)
     return None
 
@@ -134,7 +173,7 @@ def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
     """
     kind: type = type(owner)
     own = classes_of_user(kind)
-    values = {**numbers_of(owner), **vars(owner)}
+    values = {**numbers_of(owner), **values_of(owner)}
     ignored = attributes_of_keras()
 
     def may_be_read(name: str, value: Any) -> bool:
@@ -177,17 +216,23 @@ def _outside(function: types.FunctionType) -> dict[str, Any]:
         # An empty cell raises ValueError.
         with contextlib.suppress(ValueError):
             values[name] = cell.cell_contents
-    named, seen = relocation.names_in(code), set()
-    to_read = list(values.items())
+    functions, seen, to_read = [function], set(), list(values.items())
     while to_read:
         name, value = to_read.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            attributes = _attributes_of_user(value).items()
-            found = [(f"{name}.{a}", v) for a, v in attributes if a in named]
+        attributes = {} if id(value) in seen else _attributes_of_user(value)
+        seen.add(id(value))
+        if attributes:
+            functions = list(_with_methods(functions, _methods_of(value)))
+            named = _named_by(functions)
+            found = [(f"{name}.{a}", v) for a, v in attributes.items() if a in named]
             values.update(found)
             to_read += found
     return values
+
+
+def _named_by(functions: Iterable[types.FunctionType]) -> frozenset[str]:
+    """Returns the globals and attributes that functions name."""
+    return frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
 
 
 def _attributes_of_user(value: Any) -> dict[str, Any]:
@@ -198,24 +243,38 @@ def _attributes_of_user(value: Any) -> dict[str, Any]:
         return {}
     own = classes_of_user(value if isinstance(value, type) else type(value))
     of_classes = {name: v for cls in own[::-1] for name, v in vars(cls).items()}
-    return {**of_classes, **vars(value)} if own else {}
+    return {**of_classes, **values_of(value)} if own else {}
 
 
-def _functions_of_steps(found: relocation.State) -> Iterator[types.FunctionType]:
+def _functions_of(step: str, found: relocation.State) -> Iterator[types.FunctionType]:
     """Yields the user's functions that a step may call, as far as names tell.
 
-    A step may call the methods in `_OF_STEPS`, functions that are no methods, and the methods that
-    one of them names.
+    A step may call its own method, those in `_OF_STEPS`, functions that are no methods, and the
+    methods that one of them names.
     """
+    methods = _methods_of(*{type(owner): owner for owner in found.objects}.values())
+    of_classes = {function for of_name in methods.values() for function in of_name}
+    begin = [function for function in found.functions if function not in of_classes]
+    for name in _OF_STEPS | {step}:
+        begin += methods.pop(name, [])
+    return _with_methods(begin, methods)
+
+
+def _methods_of(*owners: Any) -> dict[str, list[types.FunctionType]]:
+    """Returns the methods and properties of the user's own that some objects have, by name."""
     methods: dict[str, list[types.FunctionType]] = {}
-    for owner in {type(owner): owner for owner in found.objects}.values():
+    for owner in owners:
         for name, function in relocation.methods_of_user(owner):
             if isinstance(function, types.FunctionType):
                 methods.setdefault(name, []).append(function)
-    of_classes = {function for of_name in methods.values() for function in of_name}
-    to_read = [function for function in found.functions if function not in of_classes]
-    for name in _OF_STEPS:
-        to_read += methods.pop(name, [])
+    return methods
+
+
+def _with_methods(
+    functions: Iterable[types.FunctionType], methods: dict[str, list[types.FunctionType]]
+) -> Iterator[types.FunctionType]:
+    """Yields functions, and the methods that one of them or of these methods names."""
+    to_read = list(functions)
     for function in to_read:
         yield function
         # The list grows while it is read.
@@ -250,52 +309,35 @@ def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
     if isinstance(value, range):
         return "range", value
     if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc":
-            return None
+        if value.dtype.kind in "OUS":
+            return _comparable(value.tolist(), depth)
         numbers = value.reshape(-1)[:: 1 + value.size // _MOST_NUMBERS]
         return "array", (value.dtype, value.shape, zlib.crc32(numbers.tobytes()))
+    # A table of pandas or of another library.
+    if hasattr(type(value), "to_numpy"):
+        return _comparable(value.to_numpy(), depth) if len(value) <= _MOST_NUMBERS else None
     if isinstance(value, (set, frozenset)):
         plain = all(isinstance(item, (int, float, str)) for item in value)
-        return ("set", frozenset(value)) if plain and len(value) <= _MOST_ENTRIES else None
+        return ("set", frozenset(value)) if plain and len(value) <= _MOST_NUMBERS else None
     if isinstance(value, (list, tuple, dict, collections.deque)):
-        if depth == _DEEPEST or len(value) > _MOST_ENTRIES:
+        if depth == _DEEPEST:
             return None
-        items = value.values() if isinstance(value, dict) else value
-        keys = _keys_of(value) if isinstance(value, dict) else len(value)
-        return "collection", (keys, [_comparable(i, depth + 1) for i in items], _Same(value))
+        pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        some = pairs[:: 1 + len(pairs) // _MOST_ENTRIES]
+        keys = [key if isinstance(key, (str, int, float)) else _Same(key) for key, _ in some]
+        items = [_comparable(item, depth + 1) for _, item in some]
+        return "collection", (len(pairs), keys, items)
     if isinstance(value, tf.Tensor):
         return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
     is_object = isinstance(value, _PARTS_OF_KERAS) or classes_of_user(type(value))
     return ("part", _Same(value)) if is_object else None
 
 
-def _keys_of(value: dict[Any, Any]) -> list[Any]:
-    """Returns the keys of a dict, by which two dicts are compared."""
-    return [key if isinstance(key, (str, int, float)) else _Same(key) for key in value]
-
-
 def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:
-    """Returns whether a value that `_comparable` gave has become another one.
-
-    A collection may collect values while a step is traced. So it is no new one if it has got more
-    entries, or if it is made when it is needed and holds more than numbers and texts.
-    """
+    """Returns whether a value that `_comparable` gave has become another one."""
     if value is None or current is None:
         return False
-    if value[0] != current[0]:
-        return value[0] != "None" or _is_plain(current) or current[0] in ("part", "tensor")
-    if value[0] == "set":
-        return not value[1] <= current[1]
-    if value[0] == "collection":
-        (keys, items, owner), (current_keys, current_items, current_owner) = value[1], current[1]
-        if keys != current_keys:
-            return owner != current_owner and _is_plain(value) and _is_plain(current)
-        return any(map(_is_new, items, current_items))
+    if value[0] == current[0] == "collection":
+        (*keys, items), (*current_keys, current_items) = value[1], current[1]
+        return keys != current_keys or any(map(_is_new, items, current_items))
     return value != current
-
-
-def _is_plain(value: tuple[str, Any] | None) -> bool:
-    """Returns whether `_comparable` gave a number, a text, an array or a collection of these."""
-    if value is None or value[0] in ("part", "tensor"):
-        return False
-    return value[0] != "collection" or all(map(_is_plain, value[1][1]))

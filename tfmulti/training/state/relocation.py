@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tfmulti.cluster.environments import described
 from tfmulti.distribution import strategies
+from tfmulti.distribution.python_attributes import set_value, slots_of
 from tfmulti.distribution.strategies import Placement, placement_of
 from tfmulti.errors import ClusterError, ModelError
 from tfmulti.keras_patches.patching import is_of_keras
@@ -233,9 +234,8 @@ class _Search:
     def _look_at_object(self, owner: Any) -> None:
         """Notes an object, and adds its attributes and the user's methods."""
         self.state.objects.append(owner)
-        attributes = vars(owner)
-        places = [
-            (value, f"{name} of {type(owner).__name__}", _putter(attributes, name))
+        places: list[tuple[Any, str, Callable[[Any], None]]] = [
+            (value, f"{name} of {type(owner).__name__}", functools.partial(set_value, owner, name))
             for name, value in attributes_of(owner)
             if name != trainer_state.ATTRIBUTE
         ]
@@ -323,8 +323,8 @@ def _is_of_library(module: Any) -> bool:
 
 
 def has_attributes(value: Any) -> bool:
-    """Returns whether an object has a `__dict__`, without running code of its class."""
-    return type(value).__dictoffset__ != 0
+    """Returns whether an object has a `__dict__` or `__slots__`, without running its code."""
+    return type(value).__dictoffset__ != 0 or bool(slots_of(value))
 
 
 def _has_state(value: Any) -> bool:

@@ -77,6 +77,7 @@ class TracedStep:
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
         agreed: the steps of which several workers have agreed whether that is so.
         values: for each step the values in Python that its last trace may have read.
+        collecting: the lists, dicts and sets that code changes while a step is traced.
         compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
@@ -92,6 +93,7 @@ class TracedStep:
     whole_batch: set[str] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)
     values: dict[str, Sequence[Kept]] = field(default_factory=dict)
+    collecting: list[Any] = field(default_factory=list)
     compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None

@@ -24,17 +24,16 @@ from tfmulti.keras_patches.model_structure import all_metric_variables
 from tfmulti.keras_patches.random_numbers import share_generator, step_generator
 from tfmulti.keras_patches.tracing import optimized_once
 from tfmulti.training.input.worker_batch import Ahead, BatchQueue, unknown_rows_explained
-from tfmulti.training.state import kept_values
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.execution import report_trace
+from tfmulti.training.step.python_effects import PythonEffects
 from tfmulti.training.step.step import (
     found_in,
     next_batch,
     slice_in_step,
     states_in,
     step_of,
-    warn_of_change,
     warn_of_outputs,
     warn_of_unknown,
     without_autograph,
@@ -89,7 +88,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         may_lose = placement.workers > 1 and isinstance(source, BatchQueue)
         found = found_in(model)
         states = states_in(model, found) if any_rows else {}
-        attributes = python_attributes.read(found.own_objects)
+        effects = PythonEffects(model, "predict_step", found)
 
         def replica_step() -> Predicted:
             with collectives.serving("prediction", placement):
@@ -98,7 +97,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         def predict_rows() -> Predicted:
             index = replica_context.local_index(placement.local_replicas)
             replica_slice = slice_in_step(batch, index, model, seeds, "predict_step")
-            replica_slice = replica_slice._replace(states=states, attributes=attributes)
+            replica_slice = replica_slice._replace(states=states, attributes=effects.attributes)
             if whole_batch.is_used(model, "predict_step"):
                 outputs = whole_batch.computed(model, step, batch.data[index], replica_slice)
                 outputs = whole_batch.rows_of_first(outputs)
@@ -125,12 +124,9 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         by_replica = whole_batch.traced(
             model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
         )
-        if not model.run_eagerly:
-            warn_of_change(model, "predict_step", [attributes])
-            warn_of_outputs(model, "predict_step")
-            values = state_of(model).traced.values
-            values["predict_step"] = kept_values.read(found)
-        share_generator(seeds)
+        effects.end([])
+        warn_of_outputs(model, "predict_step")
+        share_generator(seeds, effects.random_state)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)
             return predicted

@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -45,9 +45,10 @@ from tfmulti.training.input.worker_batch import (
     WorkerBatch,
     unknown_rows_explained,
 )
-from tfmulti.training.state import kept_values, relocation
+from tfmulti.training.state import relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import microbatches, whole_batch, xla
+from tfmulti.training.step.python_effects import PythonEffects
 from tfmulti.training.step.step_logs import StepLogs
 from tfmulti.training.step.step_result import first_local
 
@@ -257,16 +258,15 @@ def make_step(
     def one_step(batch: WorkerBatch) -> Any:
         if logs is not None:
             logs.begin()
-        python_state = random.getstate()
         found = found_in(model)
         states = states_in(model, found) if has_labels else {}
-        attributes = python_attributes.read(found.own_objects)
+        effects = PythonEffects(model, name, found)
 
         def with_same_draws() -> Any:
             # A user's layer may draw from Python's generator when a replica is traced. All replicas
             # must draw the same numbers.
-            random.setstate(python_state)
-            return replica_step(batch, states, attributes)
+            random.setstate(effects.random_state)
+            return replica_step(batch, states, effects.attributes)
 
         if training:
             results = run_on_replicas(strategy, with_same_draws)
@@ -274,12 +274,10 @@ def make_step(
             results = whole_batch.traced(
                 model, name, lambda: run_on_replicas(strategy, with_same_draws)
             )
-        if logs is not None and not model.run_eagerly:
-            traces.append(attributes)
-            warn_of_change(model, name, traces)
+        if logs is not None:
+            effects.end(traces)
             warn_of_outputs(model, name)
-            state.traced.values[name] = kept_values.read(found)
-        share_generator(seeds)
+        share_generator(seeds, effects.random_state)
         return results
 
     return one_step if model.run_eagerly else without_autograph(one_step)
@@ -334,7 +332,8 @@ def warn_of_outputs(model: keras.Model, step: str) -> None:
         step: such as `train_step`.
     """
     placement, state = placement_of(model.distribute_strategy), state_of(model)
-    if placement.replicas == 1 or not placement.is_chief or f"{step} writes" in state.told:
+    is_told = model.run_eagerly or f"{step} writes" in state.told
+    if placement.replicas == 1 or not placement.is_chief or is_told:
         return
     for op in _operations():
         if _WRITES.fullmatch(op.type):
@@ -346,58 +345,6 @@ def warn_of_outputs(model: keras.Model, step: str) -> None:
                 stacklevel=2,
             )
             return
-
-
-def warn_of_change(model: keras.Model, step: str, traces: Sequence[Attributes]) -> None:
-    """Warns on the chief of numbers and texts in Python that a trace of a compiled step keeps.
-
-    Args:
-        model: the prepared model.
-        step: such as `train_step`.
-        traces: the numbers and texts before each trace of the step. The last one has just ended.
-    """
-    if not placement_of(model.distribute_strategy).is_chief:
-        return
-    changed = python_attributes.first_change(traces[-1])
-    if changed is not None:
-        warnings.warn(
-            f"the {step} changes {changed} in Python. A compiled step does so only while it is "
-            "traced, and tfmulti traces at other times than plain Keras. Count in a variable "
-            "(self.add_weight).",
-            stacklevel=2,
-        )
-        return
-    changed = python_attributes.first_change(traces[0])
-    if changed is not None:
-        warnings.warn(
-            f"{changed} has changed since the {step} was first traced. The step is traced again "
-            "for this data, and takes the new value. Plain Keras may keep the old one. Keep the "
-            "value in a variable (self.add_weight), or compile again after a change.",
-            stacklevel=2,
-        )
-
-
-def warn_of_old_values(model: keras.Model, step: str) -> None:
-    """Warns on the chief, once, of a value in Python that was changed after a step was traced.
-
-    Args:
-        model: the prepared model.
-        step: such as `train_step`.
-    """
-    if not placement_of(model.distribute_strategy).is_chief:
-        return
-    values = state_of(model).traced.values
-    changed = kept_values.first_new_value(values.get(step, ()))
-    if changed is not None:
-        del values[step]
-        warnings.warn(
-            f"{changed} has changed since the {step} was traced, which keeps the old value until "
-            "it is traced again. Plain Keras traces a step again for a batch of another size, and "
-            "then takes the new value. Keep the value in a variable (self.add_weight), or compile "
-            "again after a change.",
-            # The line of the user's program that calls `fit` or another method.
-            stacklevel=4,
-        )
 
 
 def warn_of_unknown(model: keras.Model, step: str) -> None:
