@@ -930,3 +930,58 @@ def fixed_number_of_rows() -> Made:
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3), InFours()])
     data = fit(features(4, rows=32), features(3, rows=32))
     return Made(model, {"optimizer": sgd(), "loss": "mse"}, data)
+
+
+class InStages(keras.Model):
+    """A model without `call`, whose step builds the layers, and updates all metrics by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.stages = layers.Dense(4, "tanh"), [layers.Dense(4, "tanh")]
+        self.last = layers.Dense(3)
+
+    def _loss(self, data: Any, training: bool) -> Any:
+        x, y = data
+        hidden = self.first(x, training=training)
+        for stage in self.stages:
+            hidden = stage(hidden, training=training)
+        logits = self.last(hidden)
+        return self.compute_loss(data, y, logits), y, logits
+
+    def _logs(self, loss: Any, y: Any, logits: Any) -> Any:
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, logits)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss, y, logits = self._loss(data, training=True)
+        weights = [self.first.trainable_variables, self.last.trainable_variables]
+        weights += [stage.trainable_variables for stage in self.stages]
+        gradients = tape.gradient(loss, weights)
+        pairs = zip(tf.nest.flatten(gradients), tf.nest.flatten(weights), strict=True)
+        self.optimizer.apply_gradients(list(pairs))
+        return self._logs(loss, y, logits)
+
+    def test_step(self, data: Any) -> Any:
+        return self._logs(*self._loss(data, training=False))
+
+
+@program("keras-io: A Vision Transformer without Attention")
+def stages_of_a_model_without_call() -> Made:
+    """Layers and compiled metrics that a step builds, and gradients in lists of lists."""
+    x, y = features(4), labels()
+    metrics = [
+        keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+        keras.metrics.SparseTopKCategoricalAccuracy(2, name="top-2-accuracy"),
+    ]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return Made(
+        InStages(),
+        {"optimizer": adam(), "loss": loss, "metrics": metrics},
+        fit(x, y, validation_data=(x[:7], y[:7])),
+        evaluate={"x": x, "y": y, "batch_size": BATCH},
+    )

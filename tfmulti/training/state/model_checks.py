@@ -446,6 +446,16 @@ def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) 
     Layers and metrics that the trace builds get their variables in the strategy's scope. An error
     of the step is raised again when the step itself is traced.
     """
+    unbuilt = [layer for layer in layers_of(model) if not layer.built]
+    if _traced(model, step, specs):
+        return True
+    # Variables that a trace makes have no gradients in it, so a step ends at its first gradient. A
+    # second trace has the variables, and builds the metrics that come after the gradient.
+    return any(layer.built for layer in unbuilt) and _traced(model, step, specs)
+
+
+def _traced(model: keras.Model, step: Callable[[Any], Any], specs: Any) -> bool:
+    """Traces a step once, for `_built_by_trace`."""
     without_effect = keras.StatelessScope()
     without_effect.__enter__()
     succeeded = False
