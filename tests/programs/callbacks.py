@@ -84,6 +84,7 @@ class OwnSchedule(keras.callbacks.Callback):
         rate = float(self.model.optimizer.learning_rate)
         assert float(self.model.optimizer.learning_rate.value) == rate
         assert float(np.asarray(self.model.optimizer.learning_rate.value)) == rate
+        assert float(np.array(self.model.optimizer.learning_rate.value)) == rate
         self.model.optimizer.learning_rate = rate * 0.7
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +70,21 @@ def dataset_of_a_generator() -> Made:
 
     spec = (tf.TensorSpec((4,), tf.float32), tf.TensorSpec((), tf.int32))
     return _on(tf.data.Dataset.from_generator(rows, output_signature=spec).batch(7))
+
+
+@program("Dataset.from_generator of batches that are sampled", apart=COUNTS_TOO_MANY)
+def batches_sampled_by_python() -> Made:
+    """A thread draws from Python's generator while the first step is traced."""
+
+    def rows() -> Iterator[Any]:
+        for _ in range(60):
+            time.sleep(0.005)
+            chosen = random.sample(range(len(X)), 8)
+            yield X[chosen], Y[chosen]
+
+    spec = (tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None,), tf.int32))
+    data = tf.data.Dataset.from_generator(rows, output_signature=spec).prefetch(60)
+    return _on(data, steps_per_epoch=20)
 
 
 @program("Keras: Model.fit of a generator")

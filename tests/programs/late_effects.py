@@ -514,3 +514,103 @@ def metric_that_begins_with_ones() -> Made:
     """A metric whose `reset_state` sets numbers that are not 0."""
     given = {"optimizer": sgd(), "loss": SPARSE, "metrics": [Smoothed()]}
     return Made(_classifier(), given, DATA, evaluate=TEST)
+
+
+@late_program("Phase locking: the size of a complex mean")
+def phases_averaged_over_the_batch(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """The gradient goes through complex numbers that are averaged over the rows."""
+    outputs = model(x)
+    phases = tf.reduce_mean(tf.exp(tf.complex(tf.zeros_like(outputs), outputs)), 0)
+    return entropy(y, outputs) * (1 + late * tf.reduce_sum(tf.abs(phases) ** 2))
+
+
+@late_program("Quantile normalization")
+def quantiles_of_the_batch_for_each_row(model: Late, x: Any, y: Any, late: Any) -> Any:
+    """Lookups along the last axis of a vector of rows, which is also its first one."""
+    outputs = model(x)
+    found = ops.quantile(outputs[:, 0], ops.sigmoid(outputs[:, 1]))
+    nearest = tf.argmin(tf.abs(outputs[:, :1] - tf.transpose(outputs[:, 1:2])), 1)
+    found += tf.gather(outputs[:, 0], nearest, axis=-1)
+    return entropy(y, outputs) + late * tf.reduce_mean(found**2)
+
+
+class WithTotals(Late):
+    """Keeps two sums in one variable, to which a step adds a list."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.totals = tf.Variable([0.0, 0.0], trainable=False, dtype="float64")
+
+
+@program("A list of sums that a step adds to a variable", **EXACT)
+def variable_that_gets_a_list() -> Made:
+    """`assign_add` with a list of a sum of the batch and a number."""
+
+    def loss(model: Any, x: Any, y: Any, late: Any) -> Any:
+        model.totals.assign_add([late * tf.reduce_sum(x), 1.0])
+        return entropy(y, model(x)) * (1 + tf.abs(model.totals[0] / model.totals[1]))
+
+    return Made(WithTotals(loss), {"optimizer": sgd()}, DATA, evaluate=TEST)
+
+
+class Squeezing(keras.Model):
+    """Compares targets and predictions without their last axis, and tracks the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.tracker = layers.Dense(1), keras.metrics.Mean(name="tracker")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def _loss(self, data: Any) -> Any:
+        x, y = data
+        loss = tf.reduce_mean((tf.squeeze(y) - tf.squeeze(self(x))) ** 2)
+        self.tracker.update_state(loss)
+        return loss
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self._loss(data)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"tracker": self.tracker.result()}
+
+    def test_step(self, data: Any) -> Any:
+        self._loss(data)
+        return {"tracker": self.tracker.result()}
+
+
+@program("Stack Overflow: tf.squeeze of predictions", **EXACT)
+def mean_of_squeezed_predictions() -> Made:
+    """A mean over tensors whose rank is not known, in a Mean metric."""
+    x, y = X[:22], X[:22, :1] * 2
+    data = fit(x, y, batch_size=8, epochs=2)
+    test = {"x": x, "y": y, "batch_size": 7}
+    return Made(Squeezing(), {"optimizer": sgd()}, data, evaluate=test)
+
+
+class Widest(keras.Model):
+    """Gives each row as many numbers as the largest input of the batch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        width = tf.reduce_max(tf.cast(tf.abs(x) * 2, "int32")) % 3 + 1
+        return self.dense(x)[:, :width]
+
+
+@program("Sequences as long as the longest one of the batch", **EXACT)
+def predictions_of_unequal_widths() -> Made:
+    """Batches of predictions with other sizes, of which `predict` makes a ragged tensor."""
+    model = Widest()
+    model(X[:1])
+
+    def predicted(model: keras.Model) -> dict[str, Any]:
+        ragged = model.predict(X, batch_size=4, verbose=0)
+        assert isinstance(ragged, tf.RaggedTensor)
+        return {"rows": ragged.to_tensor(), "widths": ragged.row_lengths()}
+
+    return Made(model, {"optimizer": "sgd"}, use=predicted)

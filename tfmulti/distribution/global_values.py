@@ -47,6 +47,7 @@ from tfmulti.distribution.row_rules import (
     Kind,
     Label,
     counts_own_rows,
+    is_differentiable,
     reads_all_rows,
     varying_inputs,
 )
@@ -575,7 +576,7 @@ class _Builder:
         self._built = _built.setdefault(graph, {}).setdefault(number, _Built())
 
     def leaves_behind(self, built: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the floating tensors of the user's step from which tensors were built."""
+        """Returns the step's tensors from which tensors were built, and that have a gradient."""
         leaves, visited, stack = [], set(), list(built)
         while stack:
             tensor = stack.pop()
@@ -584,7 +585,7 @@ class _Builder:
             visited.add(tensor.name)
             if tensor.name not in self._built.leaves or self._is_unknown_to_tape(tensor):
                 stack += tensor.op.inputs
-            elif tensor.dtype.is_floating and tensor.op.type != "Const":
+            elif is_differentiable(tensor) and tensor.op.type != "Const":
                 leaves.append(tensor)
         return leaves[::-1]
 
@@ -593,7 +594,7 @@ class _Builder:
 
         A tape does not record the operations that `_again` creates.
         """
-        leaves = self.leaves_behind([built]) if built.dtype.is_floating else []
+        leaves = self.leaves_behind([built]) if is_differentiable(built) else []
         if not leaves or leaves[0] is built:
             return built
 
@@ -718,7 +719,7 @@ class _Builder:
             return self._linear(value, self.part, as_sum=True)
         if kind is Kind.SUM:
             return value if row_labels.is_state_of_metric(value) else self._own_sum(value)
-        if kind is Kind.MEAN and value.dtype.is_floating:
+        if kind is Kind.MEAN and is_differentiable(value):
             return tf.math.multiply_no_nan(value, tf.cast(self._replica_slice.weight, value.dtype))
         # Replica 0 has rows in every step. So it gives the whole value, and the others give 0.
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -740,7 +741,7 @@ class _Builder:
             return self._count(value)
         if label.kind is not Kind.SUM:
             return self._leaf(value)
-        if not value.dtype.is_floating and not as_sum:
+        if not is_differentiable(value) and not as_sum:
             return self.whole(value)
         # A replica whose weight is 0 may hold a part of a metric's state.
         if row_labels.is_state_of_metric(value):
@@ -885,13 +886,14 @@ class _Builder:
     def _counted(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value of this replica's rows, or 0 if its only row does not count."""
         counts = tf.cast(self._replica_slice.own_rows > 0, value.dtype)
-        return tf.math.multiply_no_nan(value, counts) if value.dtype.is_floating else value * counts
+        if is_differentiable(value):
+            return tf.math.multiply_no_nan(value, counts)
+        return value * counts
 
     def _over_weight(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a part of a sum divided by the weight, as a part of a mean over replicas."""
-        weight = tf.cast(
-            self._replica_slice.weight, value.dtype if value.dtype.is_floating else tf.float32
-        )
+        dtype = value.dtype if is_differentiable(value) else tf.float32
+        weight = tf.cast(self._replica_slice.weight, dtype)
         return tf.math.divide_no_nan(tf.cast(value, weight.dtype), weight)
 
     @_outside_of_branches
@@ -948,7 +950,7 @@ class _Builder:
         """Returns the sum of all replicas' parts of a sum, or their mean weighted by rows."""
         self._check_exchange()
         replica_slice, built = self._replica_slice, self._built
-        if not value.dtype.is_floating:
+        if not is_differentiable(value):
             return sum_with_gradient(value)
 
         @custom_gradient
@@ -1016,6 +1018,8 @@ class _Builder:
             name=op.name.rpartition("/")[2].lstrip("_") + "_of_global_batch",
         )
         new_value = new_op.outputs[value.value_index]
+        if new_value.shape.rank is None and value.shape.rank is not None:
+            new_value.set_shape([None] * value.shape.rank)
         # If TensorFlow has no gradient for an operation, the step gives it nothing but data.
         has_gradient = custom_gradients.Registry.has_gradient(new_op)
         return new_value if has_gradient else tf.stop_gradient(new_value)

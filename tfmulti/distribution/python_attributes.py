@@ -37,23 +37,27 @@ def classes_of_user(cls: type) -> tuple[type, ...]:
     return tuple(part for part in cls.__mro__ if not part.__module__.startswith(_LIBRARIES))
 
 
-def slots_of(owner: Any) -> frozenset[str]:
-    """Returns the names that the `__slots__` of the user's classes of an object give."""
+def slots_of(owner: Any) -> dict[str, Any]:
+    """Returns the slots that the `__slots__` of the user's classes give an object, by name."""
     kind: type = type(owner)
     return _slots_of_class(kind)
 
 
 @functools.cache
-def _slots_of_class(cls: type) -> frozenset[str]:
+def _slots_of_class(cls: type) -> dict[str, Any]:
     modules = sys.stdlib_module_names
     own = (p for p in classes_of_user(cls) if p.__module__.partition(".")[0] not in modules)
     members = (item for part in own if "__slots__" in vars(part) for item in vars(part).items())
-    return frozenset(n for n, member in members if isinstance(member, types.MemberDescriptorType))
+    return {name: m for name, m in members if isinstance(m, types.MemberDescriptorType)}
 
 
 def values_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes that an object itself holds, also those in `__slots__`."""
-    values = {name: getattr(owner, name) for name in slots_of(owner) if hasattr(owner, name)}
+    values = {}
+    for name, slot in slots_of(owner).items():
+        # A slot without a value raises AttributeError.
+        with contextlib.suppress(AttributeError):
+            values[name] = slot.__get__(owner)
     has_dict = type(owner).__dictoffset__ != 0
     return values | vars(owner) if has_dict else values
 
@@ -61,7 +65,7 @@ def values_of(owner: Any) -> dict[str, Any]:
 def set_value(owner: Any, name: str, value: Any) -> None:
     """Gives an object an attribute of `values_of` without running code of its class."""
     if name in slots_of(owner):
-        object.__setattr__(owner, name, value)
+        slots_of(owner)[name].__set__(owner, value)
     else:
         vars(owner)[name] = value
 
@@ -111,10 +115,19 @@ def first_change(attributes: Attributes) -> str | None:
     return next((f"{type(owner).__name__}.{name}" for owner, name in changes), None)
 
 
+def first_switch(attributes: Attributes) -> str | None:
+    """Returns the first object that has switched a Boolean, and its attribute, or None."""
+    for owner, before in attributes:
+        name = _switched(owner, before)
+        if name is not None:
+            return f"{type(owner).__name__}.{name}"
+    return None
+
+
 def _changes(attributes: Attributes) -> Iterator[tuple[Any, str, Any]]:
     """Yields the owner, the name and the old value of each number and text that has changed."""
     for owner, before in attributes:
-        if _has_switched(owner, before):
+        if _switched(owner, before) is not None:
             continue
         now = values_of(owner)
         for name, value in before.items():
@@ -137,13 +150,13 @@ def _is_switched(value: Any, current: Any) -> bool:
     return isinstance(value, bool) and isinstance(current, bool) and value != current
 
 
-def _has_switched(owner: Any, before: dict[str, Any]) -> bool:
-    """Returns whether the user's code has changed a Boolean."""
+def _switched(owner: Any, before: dict[str, Any]) -> str | None:
+    """Returns the first Boolean that the user's code has changed, or None."""
     now = values_of(owner)
     for name, value in before.items():
         if _is_switched(value, now.get(name)) and name not in attributes_of_keras():
-            return True
-    return False
+            return name
+    return None
 
 
 def _is_number(value: Any) -> bool:

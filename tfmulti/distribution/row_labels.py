@@ -37,6 +37,7 @@ from tfmulti.distribution.row_rules import (
     Node,
     Parts,
     counts_own_rows,
+    is_differentiable,
     is_linear,
     leaves_out_rows,
     parts_after,
@@ -612,7 +613,7 @@ def _may_count_all_rows(label: Label, shape: tf.TensorShape) -> bool:
 def _of_rows(marks: _Marks, node: Node) -> Label:
     """Returns the label of what an operation computes from rows and maybe other values."""
     first, output = node.labels[0], node.output
-    is_sum, is_mean = node.op.type == "Sum", node.op.type == "Mean" and output.dtype.is_floating
+    is_sum, is_mean = node.op.type == "Sum", node.op.type == "Mean" and is_differentiable(output)
     if first.has_rows and (is_sum or is_mean) and 0 in (reduced_axes(node) or ()):
         marks.reductions.add(output.name)
         if first.kind is Kind.MIXED and not first.by_count:

@@ -152,9 +152,15 @@ def reads_all_rows(op: tf.Operation, index: int) -> bool:
     Such are the second matrix of a product, and the table of lookups by rows.
     """
     if op.type == "GatherV2":
-        axis = tf.get_static_value(op.inputs[2])
-        return index == 0 and not op.get_attr("batch_dims") and axis is not None and axis == 0
+        axis, rank = tf.get_static_value(op.inputs[2]), op.inputs[0].shape.rank
+        is_first = axis is not None and (axis == 0 or axis + (rank or 0) == 0)
+        return index == 0 and not op.get_attr("batch_dims") and is_first
     return (op.type, index) == ("MatMul", 1)
+
+
+def is_differentiable(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor may have a gradient: whether it has floats or complex numbers."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 def is_linear(node: Node) -> bool:
@@ -165,7 +171,7 @@ def is_linear(node: Node) -> bool:
     if node.op.type in _LINEAR_IN_FIRST:
         return varying == [0]
     if node.op.type == "Cast":
-        return bool(node.op.inputs[0].dtype.is_floating and node.output.dtype.is_floating)
+        return is_differentiable(node.op.inputs[0]) and is_differentiable(node.output)
     return node.op.type == "Mul" and len(varying) == 1
 
 

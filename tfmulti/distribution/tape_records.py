@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfmulti.distribution.row_rules import is_differentiable
+
 
 class TapeRecord:
     """Notes when one tape has recorded operations of one graph.
@@ -87,5 +89,5 @@ class TapeRecord:
         """Returns whether an operation uses only tensors that the tape began to watch later."""
         if index >= max(self._watched_at.values(), default=0):
             return False
-        inputs = [t for t in op.inputs if t.dtype.is_floating and t.op.type != "Const"]
+        inputs = [t for t in op.inputs if is_differentiable(t) and t.op.type != "Const"]
         return bool(inputs) and all(index < self._watched_at.get(t.name, 0) for t in inputs)

@@ -151,6 +151,8 @@ def _assign(
         ModelError: tfmulti has not found the variable, and the replicas have no equal copies.
     """
     is_by_user = _is_change_by_user()
+    if isinstance(value, (list, tuple)):
+        value = tf.convert_to_tensor(value, variable.dtype)
     # Other patches handle the assignments within Keras' own layers, and in optimizers.
     if is_by_user or not (in_layer_of_keras.get() or custom_steps.gradients_are_global.get()):
         kind = replica_slice.states.get(id(variable))

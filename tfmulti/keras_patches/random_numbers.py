@@ -88,28 +88,27 @@ def step_generator(model: keras.Model) -> keras.random.SeedGenerator | None:
     return generator
 
 
-def share_generator(generator: keras.random.SeedGenerator | None, python_before: object) -> None:
+def share_generator(generator: keras.random.SeedGenerator | None, *, is_traced_again: bool) -> None:
     """Puts a generator in the place of Keras' own, if a step has drawn from it.
 
     Call it after the step was traced. At that point Keras would have made its own generator, by a
     draw from Python's generator. This function makes that draw, too.
 
     Plain Keras makes a variable for its generator while it traces the step, so `tf.function` traces
-    the step once more. A second trace takes time. It gives other numbers only if the step draws
-    from Python's generator, so only then a variable is made here, too.
+    the step once more, which takes time. With `is_traced_again` a variable is made here, too.
 
     Args:
         generator: what `step_generator` returned.
-        python_before: the state of Python's generator before the step was traced.
+        is_traced_again: whether a second trace may give other numbers than the first one.
     """
     keras_generator = global_generator()
     if generator is None or generator is keras_generator or generator not in _drawn_from:
         return
     # In eager mode the step has run, so the generator's state has moved on and must stay.
     has_run = tf.executing_eagerly()
-    is_traced_again = not has_run and random.getstate() != python_before
     with tf.init_scope():
-        state = global_seed_generator().state if is_traced_again else [make_default_seed(), 0]
+        is_variable = is_traced_again and not has_run
+        state = global_seed_generator().state if is_variable else [make_default_seed(), 0]
         if not has_run:
             generator.state.assign(state)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)

@@ -42,7 +42,7 @@ def _of_one_copy(convert: Callable[..., Any]) -> Callable[..., Any]:
 
     Outside a step, for example in a callback, the copies of all replicas are the same.
     """
-    return lambda variable, *args: convert(variable.numpy(), *args)
+    return lambda variable, *args, **options: convert(variable.numpy(), *args, **options)
 
 
 def array_of(value: Any) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.support.behaviours.common import X, Y, fit, here
 from tfmulti import prepare, verify
 from tfmulti.distribution import global_values, replica_context
 from tfmulti.distribution.lookup_gradients import Lookup
-from tfmulti.errors import VerificationError
+from tfmulti.errors import ModelError, VerificationError
 from tfmulti.keras_patches import layers, losses
 from tfmulti.keras_patches.tracing import traces_of
 from tfmulti.training.state import relocation
@@ -934,23 +935,77 @@ def numbers_drawn_in_python(kind: str) -> Any:
     return [message for message in told if "draws numbers" in message]
 
 
+class SetsItself(keras.layers.Layer):
+    """Sets a variable by its first batch, as a normalization by the data does."""
+
+    ready = False
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        if not self.ready:
+            self.ready = True
+            self.scale.assign(keras.ops.mean(x, 0))
+        return x * self.scale
+
+
+class SwitchesInTests(keras.Model):
+    """A test_step that multiplies by ten the first time that its Python code runs."""
+
+    first = True
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        factor = 10.0 if self.first else 1.0
+        self.first = False
+        return {"found": keras.ops.mean((self(x) - y) ** 2) * factor}
+
+
+def a_switched_boolean(case: str) -> Any:
+    """Returns what tells of a Boolean that a step switches in Python: a warning or an error."""
+    with here.strategy.scope():
+        if case == "by a test_step":
+            inputs = keras.Input((6,))
+            model: Any = SwitchesInTests(inputs, keras.layers.Dense(6)(inputs))
+        else:
+            model = keras.Sequential([SetsItself()])
+            model.build((None, 6))
+            model.layers[0].ready = False
+        model.compile("sgd", "mse")
+    prepare(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if case == "by a prediction":
+                model.predict(X, batch_size=24, verbose=0)
+            else:
+                model.evaluate(X, X, batch_size=24, verbose=0)
+        except ModelError as error:
+            return [f"ModelError: {error}"]
+    return [words for words in (str(w.message) for w in caught) if "in Python" in words]
+
+
 class Noisy(keras.Model):
-    """A step that draws by Keras without a seed, and counts in a list how often it is traced."""
+    """A step that draws by Keras without a seed, and counts how often it is traced."""
 
     draws_in_python = False
 
     def train_step(self, data: Any) -> Any:
-        TRACES.append(random.random() if self.draws_in_python else 0.0)
+        next(TRACES)
+        if self.draws_in_python:
+            random.random()
         x, y = data
         return super().train_step((x + keras.random.normal(tf.shape(x)), y))
 
 
-TRACES: list[float] = []
+# A list would be a value in Python that the step changes, so that it is traced again.
+TRACES = itertools.count()
 
 
 def traces_of_a_step_with_draws(draws: str) -> Any:
     """Returns how often the Python code of a step ran that draws by Keras without a seed."""
-    TRACES.clear()
+    before = next(TRACES)
     keras.utils.set_random_seed(1)
     # Keras makes its own generator at the first draw.
     keras.backend.clear_session()
@@ -961,7 +1016,7 @@ def traces_of_a_step_with_draws(draws: str) -> Any:
         model.compile("sgd", "mse")
     prepare(model, verify=False)
     fit(model, x=X, y=X[:, :3], batch_size=24)
-    return len(TRACES)
+    return next(TRACES) - before - 1
 
 
 def warnings_of_eager_code(case: str) -> Any:

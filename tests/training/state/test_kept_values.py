@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti.training.state import kept_values, relocation
+from tfmulti.training.state import relocation
+from tfmulti.training.state.kept_values import KeptValues
 
 
 def twice(x: Any) -> Any:
@@ -120,10 +121,10 @@ class Configured(keras.layers.Layer):
 
 def change_of(layer: Any, change: Any) -> str | None:
     """Returns which value of a layer has changed, in words."""
-    before = kept_values.read(relocation.find(layer), "train_step")
-    assert kept_values.first_new_value(before, []) is None
+    before = KeptValues(relocation.find(layer), "train_step")
+    assert before.first_new([]) is None
     change(layer)
-    return kept_values.first_new_value(before, [])
+    return before.first_new([])
 
 
 @pytest.mark.parametrize(
@@ -183,15 +184,15 @@ def test_a_changed_number_of_an_object_without_methods_is_found(kind: Any, name:
 @pytest.mark.parametrize("change", [lambda n: n.append(1), lambda n: n.__setitem__(0, 5)])
 def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
     layer = Configured()
-    before = kept_values.read(relocation.find(layer), "train_step")
+    before = KeptValues(relocation.find(layer), "train_step")
     change(layer.sizes)
-    after = kept_values.read(relocation.find(layer), "train_step")
-    collecting = kept_values.changed_collections(before)
+    after = KeptValues(relocation.find(layer), "train_step")
+    name = f"Configured.sizes of {layer.name!r}"
+    assert before.changed() == {name: "collection"}
     change(layer.sizes)
     layer.sizes[0] += 1
-    assert collecting == [layer.sizes]
-    assert kept_values.first_new_value(after, collecting) is None
-    assert kept_values.first_new_value(after, []) == f"Configured.sizes of {layer.name!r}"
+    assert after.first_new([name]) is None
+    assert after.first_new([]) == name
 
 
 def test_a_value_of_another_step_is_not_told() -> None:
@@ -205,11 +206,11 @@ def test_a_value_of_another_step_is_not_told() -> None:
             return self.tested
 
     model = Steps()
-    before = kept_values.read(relocation.find(model), "train_step")
+    before = KeptValues(relocation.find(model), "train_step")
     model.tested = 1
-    assert kept_values.first_new_value(before, []) is None
+    assert before.first_new([]) is None
     model.trained = 1
-    assert kept_values.first_new_value(before, []) == f"Steps.trained of {model.name!r}"
+    assert before.first_new([]) == f"Steps.trained of {model.name!r}"
 
 
 @pytest.mark.parametrize(

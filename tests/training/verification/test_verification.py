@@ -300,6 +300,20 @@ def test_numbers_that_a_trace_draws_in_python_are_told(results: list[Any], case:
         assert f"the {step} draws numbers from {names[case]}" in message
 
 
+@pytest.mark.parametrize("case", ["by a test_step", "while it is built", "by a prediction"])
+@behaviour(verification.a_switched_boolean, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_boolean_that_a_step_switches_is_told(results: list[Any], case: str, place: str) -> None:
+    [[message]] = results
+    words = {
+        "by a test_step": "the test_step changes SwitchesInTests.first of ",
+        "while it is built": "the test_step changes SetsItself.ready in Python, which has happened",
+        "by a prediction": "the predict_step changes SetsItself.ready of ",
+    }
+    if case == "by a prediction" and place != ONE_DEVICE:
+        words[case] = "ModelError: the predict_step switches SetsItself.ready in Python, so the"
+    assert message.startswith(words[case])
+
+
 @pytest.mark.parametrize("case", ["by Keras", "in Python, too"])
 @behaviour(verification.traces_of_a_step_with_draws, at=[TWO_REPLICAS])
 def test_a_step_that_draws_by_keras_is_traced_once(results: list[Any], case: str) -> None:

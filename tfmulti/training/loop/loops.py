@@ -460,7 +460,15 @@ def as_floats(logs: Logs) -> Logs:
 
 
 def concatenated(*parts: Any) -> Any:
-    """Returns the rows of all parts together, as an array if they are dense."""
+    """Returns the rows of all parts together, as an array if they are dense.
+
+    Dense parts whose other sizes differ make a ragged tensor, as with plain Keras.
+    """
+    if all(isinstance(part, tf.Tensor) for part in parts):
+        sizes = zip(*(part.shape[1:] for part in parts), strict=True)
+        ragged = [axis for axis, found in enumerate(sizes, start=1) if len(set(found)) > 1]
+        if ragged:
+            parts = tuple(tf.RaggedTensor.from_tensor(p, ragged_rank=ragged[-1]) for p in parts)
     joined = tf.concat(parts, axis=0) if len(parts) > 1 else parts[0]
     return joined.numpy() if isinstance(joined, tf.Tensor) else joined
 

@@ -2,20 +2,19 @@
 
 A step may read attributes of the model's objects, and values outside of its functions: globals,
 values of a closure, and attributes of the user's own modules, classes and objects. The graph of the
-step keeps the values of the time when TensorFlow traced it. `read` returns copies of these values,
-and `first_new_value` compares the copies with the values of now.
+step keeps the values of the time when TensorFlow traced it. `KeptValues` has copies of these
+values, and compares the copies with the values of now.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-import random
+import itertools
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -25,42 +24,29 @@ import tensorflow as tf
 from tfmulti.distribution.python_attributes import (
     attributes_of_keras,
     classes_of_user,
-    numbers_of,
     values_of,
 )
-from tfmulti.training.state import relocation
-from tfmulti.training.state.user_lines import is_module_of_user
+from tfmulti.training.state import relocation, step_code
+from tfmulti.training.state.step_code import FUNCTIONS, PARTS_OF_KERAS, Owner, StepCode
 
-# The methods by which a step begins to run the code of a model, a layer, a loss or a metric.
-_OF_STEPS = frozenset(
-    [
-        "__call__",
-        "call",
-        "compute_loss",
-        "compute_metrics",
-        "update_state",
-        "result",
-        "update_step",
-    ]
-)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_PARTS_OF_KERAS = (
-    *(keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer),
-    *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
-    *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
-)
 # Private attributes of Keras' parts that hold what their public properties set.
-_BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
+_BEHIND_PROPERTIES = ("_trainable", "_learning_rate", "_fn_kwargs")
+# The classes of Keras whose methods name much that a user's attribute may be called, too.
+_BASES = (
+    *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
+    *(keras.optimizers.Optimizer, *keras.Model.__mro__[1:]),
+)
 # Of a collection with more entries, or an array with more numbers, some are compared, which are
 # spread evenly.
 _MOST_ENTRIES = 1000
 _MOST_NUMBERS = 100_000
+# A table with more rows is not compared, because its texts take long to read.
+_MOST_ROWS = 1000
 _ABSENT = ("None", None)
-_COLLECTIONS = ("set", "collection")
 _DEEPEST = 4
 
 
-class Kept(NamedTuple):
+class _Kept(NamedTuple):
     """Some values that a step may have read.
 
     Attributes:
@@ -74,83 +60,79 @@ class Kept(NamedTuple):
     before: dict[str, Any]
 
 
-def read(found: relocation.State, step: str) -> list[Kept]:
-    """Returns the values that a step reads if it is traced now, for `first_new_value`.
+class KeptValues:
+    """The values that a step reads if it is traced now.
 
-    Args:
-        found: what `relocation.find` found from the model.
-        step: such as `train_step`.
+    Attributes:
+        code: the functions that the step may call.
     """
-    functions = list(_functions_of(step, found))
-    named = _named_by(functions)
-    readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = []
-    for owner in found.objects:
-        attributes = functools.partial(_attributes, owner, named)
-        readers.append((attributes, functools.partial(_of, owner)))
-    for variable in found.variables:
-        rules = functools.partial(_rules_of_variable, variable)
-        readers.append((rules, functools.partial(_of, variable)))
-    for function in functions:
-        outside = functools.partial(_outside, function)
-        readers.append((outside, functools.partial(_read_by, function)))
-    kept = []
-    for read_now, words in readers:
-        before = {name: _comparable(value) for name, value in read_now().items()}
-        kept.append(Kept(read_now, words, before))
-    return kept
 
+    def __init__(self, found: relocation.State, step: str) -> None:
+        """Copies the values.
 
-def of_types(values: Sequence[Kept], types_: tuple[type, ...]) -> dict[str, Any]:
-    """Returns those of the values that are objects of some types, by their names in words."""
-    found = ((words, read_now().items()) for read_now, words, _ in values)
-    pairs = ((words(name), value) for words, items in found for name, value in items)
-    return {name.rstrip(","): value for name, value in pairs if isinstance(value, types_)}
+        Args:
+            found: what `relocation.find` found from the model.
+            step: such as `train_step`.
+        """
+        self.code = code = StepCode(found, step)
+        part, words = functools.partial, functools.partial
+        readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = [
+            *((part(_attributes, o, code.names), words(_of, o)) for o in found.objects),
+            *((part(_rules_of_variable, v), words(_of, v)) for v in found.variables),
+            *((part(step_code.outside, f), words(_read_by, f)) for f in code.functions),
+            *(
+                (part(code.attributes_of, o.value), words(_of_owner, o))
+                for o in code.owners.values()
+            ),
+        ]
+        self._kept = [
+            _Kept(read, words, {name: _comparable(value) for name, value in read().items()})
+            for read, words in readers
+        ]
 
+    def of_types(self, kinds: tuple[type, ...]) -> dict[str, Any]:
+        """Returns the objects of some types that are values, or in a list, tuple or dict of them.
 
-def names_generator(found: relocation.State, step: str) -> bool:
-    """Returns whether a step may draw from Python's generator, as far as names tell."""
-    functions = list(_functions_of(step, found))
-    outside = (value for function in functions for value in _outside(function).values())
-    # A function that the user has imported from `random` is a method of the generator.
-    methods = (value for value in outside if isinstance(value, _FUNCTIONS))
-    generator = random.random.__self__  # type: ignore[attr-defined]
-    is_method = any(getattr(method, "__self__", None) is generator for method in methods)
-    return is_method or "random" in _named_by(functions)
+        Returns:
+            The objects by their names in words. Of several in a list the last one has the name.
+        """
+        found: dict[str, Any] = {}
+        for read, words, _ in self._kept:
+            for name, value in read().items():
+                inside = value.values() if isinstance(value, dict) else value
+                inside = inside if isinstance(value, (list, tuple, dict)) else ()
+                items = [v for v in (value, *inside) if isinstance(v, kinds)]
+                found |= {words(name).rstrip(","): item for item in items}
+        return found
 
+    def changed(self) -> dict[str, str]:
+        """Returns the names in words of all values that are other ones than then, and their kinds.
 
-def changed_collections(values: Sequence[Kept]) -> list[Any]:
-    """Returns the collections that have changed since `read`, or that were made since then."""
-    found = []
-    for read_now, _, before in values:
-        now = read_now()
-        for name, value in before.items():
-            current = _comparable(now.get(name))
-            if current is not None and current[0] in _COLLECTIONS and current != value:
-                found.append(now[name])
-    return found
+        The kind is the one of the value as it is now, such as "number" or "collection".
+        """
+        return {words: kind for words, kind in self._changes() if kind}
 
+    def first_new(self, ignored: Container[str]) -> str | None:
+        """Returns the first value that is another one than then, or None.
 
-def first_new_value(values: Sequence[Kept], collecting: Sequence[Any]) -> str | None:
-    """Returns the first value that is another one since `read`, or None.
+        A change of a layer's `trainable` counts, too.
 
-    A change of a layer's `trainable` counts, too.
+        Args:
+            ignored: names in words of values that are left out.
 
-    Args:
-        values: what `read` returned.
-        collecting: the collections that are changed by code that runs while a step is traced. They
-            may change at any time.
+        Returns:
+            The value in words, such as `Dropout.rate of 'dropout_1'`.
+        """
+        return next((words for words, _ in self._changes() if words not in ignored), None)
 
-    Returns:
-        The value in words, such as `Dropout.rate of 'dropout_1'`.
-    """
-    ignored = set(map(id, collecting))
-    for read_now, words, before in values:
-        now = read_now()
-        for name in {**before, **now}:
-            is_ignored = id(now.get(name)) in ignored
-            if not is_ignored and _is_new(before.get(name, _ABSENT), _comparable(now.get(name))):
-                return words(name)
-    return None
+    def _changes(self) -> Iterator[tuple[str, str]]:
+        """Yields the name in words and the kind of each value that is another one than then."""
+        for read, words, before in self._kept:
+            now = read()
+            for name in {**before, **now}:
+                current = _comparable(now.get(name))
+                if current is not None and _is_new(before.get(name, _ABSENT), current):
+                    yield words(name), current[0]
 
 
 def _of(owner: Any, name: str) -> str:
@@ -165,7 +147,12 @@ def _read_by(function: types.FunctionType, name: str) -> str:
     return f"{name}, which {function.__qualname__.rpartition('<locals>.')[2]} reads,"
 
 
-def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
+def _of_owner(owner: Owner, name: str) -> str:
+    """Returns an attribute of an object outside of the model in words, as `_read_by` does."""
+    return _read_by(owner.reader, f"{owner.name}.{name}")
+
+
+def _attributes(owner: Any, named: set[str]) -> dict[str, Any]:
     """Returns the attributes of an object that a step may read.
 
     Of an object of the user's own these are the ones that are named by the functions of steps. Of a
@@ -173,15 +160,15 @@ def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
     """
     kind: type = type(owner)
     own = classes_of_user(kind)
-    values = {**numbers_of(owner), **values_of(owner)}
+    values = {**step_code.values_of_classes(kind), **values_of(owner)}
     ignored = attributes_of_keras()
 
     def may_be_read(name: str, value: Any) -> bool:
         # TensorFlow counts in an attribute with `_self_` how often a checkpoint was written.
         if name in ignored or name.startswith("_self_" if own else "_"):
             return name in _BEHIND_PROPERTIES
-        if own:
-            return name in named
+        if own and name in named:
+            return True
         is_data = isinstance(value, (np.ndarray, list, tuple, dict, set))
         return not is_data and name in _named_by_keras(kind)
 
@@ -190,96 +177,17 @@ def _attributes(owner: Any, named: frozenset[str]) -> dict[str, Any]:
 
 @functools.cache
 def _named_by_keras(cls: type) -> frozenset[str]:
-    """Returns the names in the methods of a class of Keras, which a user's attributes have not."""
-    functions = [v for part in cls.__mro__ for v in vars(part).values() if hasattr(v, "__code__")]
-    return frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
+    """Returns the names in the methods of the classes of Keras that a class is, or inherits from.
+
+    If the class is the user's own, the most general classes of Keras do not count.
+    """
+    left_out = _BASES if classes_of_user(cls) else ()
+    return frozenset(step_code.names_of_classes(cls, left_out))
 
 
 def _rules_of_variable(variable: Any) -> dict[str, Any]:
     """Returns what Keras reads of a variable while it traces a step."""
     return {"regularizer": variable.regularizer, "constraint": variable.constraint}
-
-
-def _outside(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the values outside of a function that its code names.
-
-    They are defaults of its arguments, values of its closure, globals, and the attributes of the
-    user's own modules, classes and objects among these, such as `config.rate`.
-    """
-    code, outside = function.__code__, function.__globals__
-    values = {n: outside[n] for n in relocation.globals_in(code) if n in outside}
-    arguments = code.co_varnames[: code.co_argcount]
-    defaults = function.__defaults__ or ()
-    values |= dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
-    values |= function.__kwdefaults__ or {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        # An empty cell raises ValueError.
-        with contextlib.suppress(ValueError):
-            values[name] = cell.cell_contents
-    functions, seen, to_read = [function], set(), list(values.items())
-    while to_read:
-        name, value = to_read.pop()
-        attributes = {} if id(value) in seen else _attributes_of_user(value)
-        seen.add(id(value))
-        if attributes:
-            functions = list(_with_methods(functions, _methods_of(value)))
-            named = _named_by(functions)
-            found = [(f"{name}.{a}", v) for a, v in attributes.items() if a in named]
-            values.update(found)
-            to_read += found
-    return values
-
-
-def _named_by(functions: Iterable[types.FunctionType]) -> frozenset[str]:
-    """Returns the globals and attributes that functions name."""
-    return frozenset[str]().union(*(relocation.names_in(f.__code__) for f in functions))
-
-
-def _attributes_of_user(value: Any) -> dict[str, Any]:
-    """Returns the attributes of a module, a class or an object, if it is the user's own."""
-    if isinstance(value, types.ModuleType):
-        return vars(value) if is_module_of_user(value) else {}
-    if isinstance(value, (*_FUNCTIONS, *_PARTS_OF_KERAS)) or not relocation.has_attributes(value):
-        return {}
-    own = classes_of_user(value if isinstance(value, type) else type(value))
-    of_classes = {name: v for cls in own[::-1] for name, v in vars(cls).items()}
-    return {**of_classes, **values_of(value)} if own else {}
-
-
-def _functions_of(step: str, found: relocation.State) -> Iterator[types.FunctionType]:
-    """Yields the user's functions that a step may call, as far as names tell.
-
-    A step may call its own method, those in `_OF_STEPS`, functions that are no methods, and the
-    methods that one of them names.
-    """
-    methods = _methods_of(*{type(owner): owner for owner in found.objects}.values())
-    of_classes = {function for of_name in methods.values() for function in of_name}
-    begin = [function for function in found.functions if function not in of_classes]
-    for name in _OF_STEPS | {step}:
-        begin += methods.pop(name, [])
-    return _with_methods(begin, methods)
-
-
-def _methods_of(*owners: Any) -> dict[str, list[types.FunctionType]]:
-    """Returns the methods and properties of the user's own that some objects have, by name."""
-    methods: dict[str, list[types.FunctionType]] = {}
-    for owner in owners:
-        for name, function in relocation.methods_of_user(owner):
-            if isinstance(function, types.FunctionType):
-                methods.setdefault(name, []).append(function)
-    return methods
-
-
-def _with_methods(
-    functions: Iterable[types.FunctionType], methods: dict[str, list[types.FunctionType]]
-) -> Iterator[types.FunctionType]:
-    """Yields functions, and the methods that one of them or of these methods names."""
-    to_read = list(functions)
-    for function in to_read:
-        yield function
-        # The list grows while it is read.
-        for name in relocation.names_in(function.__code__) & methods.keys():
-            to_read += methods.pop(name)
 
 
 class _Same:
@@ -296,6 +204,14 @@ class _Same:
 
 def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
     """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared."""
+    try:
+        return _copied(value, depth)
+    except Exception:  # The user's own class may raise anything.
+        return None
+
+
+def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
+    """Returns what `_comparable` does, or raises what the methods of the value raise."""
     if type(value) in weakref.ProxyTypes:
         return None
     if isinstance(value, (bool, np.bool_)):
@@ -304,7 +220,7 @@ def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
         return "None" if value is None else "text", value
     if isinstance(value, (int, float, complex, np.number)):
         return "number", "nan" if value != value else value
-    if isinstance(value, (*_FUNCTIONS, type)):
+    if isinstance(value, (*FUNCTIONS, type)):
         return "part", value
     if isinstance(value, range):
         return "range", value
@@ -315,21 +231,23 @@ def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
         return "array", (value.dtype, value.shape, zlib.crc32(numbers.tobytes()))
     # A table of pandas or of another library.
     if hasattr(type(value), "to_numpy"):
-        return _comparable(value.to_numpy(), depth) if len(value) <= _MOST_NUMBERS else None
+        return _comparable(value.to_numpy(), depth) if len(value) <= _MOST_ROWS else None
     if isinstance(value, (set, frozenset)):
         plain = all(isinstance(item, (int, float, str)) for item in value)
         return ("set", frozenset(value)) if plain and len(value) <= _MOST_NUMBERS else None
-    if isinstance(value, (list, tuple, dict, collections.deque)):
+    if isinstance(value, functools.partial):
+        return _copied([value.func, value.args, value.keywords], depth)
+    if isinstance(value, (list, tuple, Mapping, collections.deque)):
         if depth == _DEEPEST:
             return None
-        pairs = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-        some = pairs[:: 1 + len(pairs) // _MOST_ENTRIES]
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        some = list(itertools.islice(pairs, 0, None, 1 + len(value) // _MOST_ENTRIES))
         keys = [key if isinstance(key, (str, int, float)) else _Same(key) for key, _ in some]
         items = [_comparable(item, depth + 1) for _, item in some]
-        return "collection", (len(pairs), keys, items)
+        return "collection", (len(value), keys, items)
     if isinstance(value, tf.Tensor):
         return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
-    is_object = isinstance(value, _PARTS_OF_KERAS) or classes_of_user(type(value))
+    is_object = isinstance(value, PARTS_OF_KERAS) or classes_of_user(type(value))
     return ("part", _Same(value)) if is_object else None
 
 
@@ -340,4 +258,7 @@ def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> b
     if value[0] == current[0] == "collection":
         (*keys, items), (*current_keys, current_items) = value[1], current[1]
         return keys != current_keys or any(map(_is_new, items, current_items))
-    return value != current
+    try:
+        return bool(value != current)
+    except Exception:  # The user's own class may raise anything.
+        return False

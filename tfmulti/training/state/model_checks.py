@@ -231,9 +231,21 @@ def build(
             there are several replicas, and a layer is stateful or a metric's variable is a bool.
     """
     # Plain Keras builds an eager model in its first step, so building must not count as a step.
-    own_objects = relocation.find(model).own_objects if model.run_eagerly else []
-    with python_attributes.kept(own_objects):
+    is_first_test = step == "test_step" and model.test_function is None
+    is_watched = model.run_eagerly or is_first_test
+    own_objects = relocation.find(model).own_objects if is_watched else []
+    before = python_attributes.read(own_objects)
+    with python_attributes.kept(own_objects if model.run_eagerly else []):
         _build(model, specs, step, optimizers=optimizers)
+    # Plain Keras builds nothing before its first test_step.
+    switched = python_attributes.first_switch(before) if is_first_test else None
+    if switched and placement_of(model.distribute_strategy).is_chief:
+        warnings.warn(
+            f"the test_step changes {switched} in Python, which has happened while the model was "
+            "built. So the test_step does not do what comes with the change. Keep the value in a "
+            "variable (self.add_weight).",
+            stacklevel=4,
+        )
     check_scope(model)
     check_metrics_add_up(model)
     check_rows_are_free(model)
@@ -451,7 +463,8 @@ def _built_by_trace(model: keras.Model, step: Callable[[Any], Any], specs: Any) 
         return True
     # Variables that a trace makes have no gradients in it, so a step ends at its first gradient. A
     # second trace has the variables, and builds the metrics that come after the gradient.
-    return any(layer.built for layer in unbuilt) and _traced(model, step, specs)
+    has_built = any(layer.built for layer in unbuilt)
+    return has_built and not all(map(is_built, model.metrics)) and _traced(model, step, specs)
 
 
 def _traced(model: keras.Model, step: Callable[[Any], Any], specs: Any) -> bool:

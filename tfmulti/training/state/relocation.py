@@ -90,12 +90,15 @@ class State:
         holders: the places that hold a `tf.Variable` directly.
         objects: all objects that have attributes, such as models and optimizers.
         functions: the user's functions and methods.
+        bound: the functions of the bound methods and partial functions that something holds, such
+            as a loss.
     """
 
     places: list[tuple[str, Any]] = field(default_factory=list)
     holders: list[VariableHolder] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
+    bound: list[types.FunctionType] = field(default_factory=list)
 
     @property
     def variables(self) -> list[Any]:
@@ -179,8 +182,12 @@ class _Search:
             if not _is_of_library(value.__module__) and not self._is_known(value):
                 self._look_at_function(value)
         elif isinstance(value, types.MethodType):
+            if isinstance(value.__func__, types.FunctionType):
+                self.state.bound.append(value.__func__)
             self._add([(value.__self__, name, put), (value.__func__, name, put)])
         elif isinstance(value, functools.partial):
+            if isinstance(value.func, types.FunctionType):
+                self.state.bound.append(value.func)
             parts = [value.func, *value.args, *value.keywords.values()]
             self._add([(part, name, _not_replaceable) for part in parts])
         # A `tf.function` holds the user's function in this attribute.
@@ -205,7 +212,7 @@ class _Search:
         is_data = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
         if isinstance(container, Mapping):
             pairs = list(container.items())
-            places = [(v, f"{name}[{_key_in_words(k)}]", _putter(container, k)) for k, v in pairs]
+            places = [(v, f"{name}[{key_in_words(k)}]", _putter(container, k)) for k, v in pairs]
         elif len(container) > _SHORT_LIST and is_data:
             return
         elif isinstance(container, tuple):
@@ -243,7 +250,7 @@ class _Search:
         self._add(places)
 
 
-def _key_in_words(key: Any) -> str:
+def key_in_words(key: Any) -> str:
     """Returns a key of a dict for a name. The `repr` of a user's object may read its variables."""
     return repr(key) if isinstance(key, (str, int, float, bool)) else type(key).__name__
 
@@ -253,12 +260,17 @@ def methods_of_user(owner: Any) -> list[tuple[str, Any]]:
 
     The function of a property, and of a method of the class, counts, too.
     """
-    classes = [cls for cls in type(owner).__mro__ if not _is_of_library(cls.__module__)]
-    members = [(n, _function_behind(v)) for cls in classes for n, v in vars(cls).items()]
+    return methods_of_class(type(owner))
+
+
+def methods_of_class(cls: type) -> list[tuple[str, Any]]:
+    """Returns what `methods_of_user` returns for an object of a class."""
+    classes = [part for part in cls.__mro__ if not _is_of_library(part.__module__)]
+    members = [(n, function_behind(v)) for part in classes for n, v in vars(part).items()]
     return [(name, function) for name, function in members if callable(function)]
 
 
-def _function_behind(member: Any) -> Any:
+def function_behind(member: Any) -> Any:
     """Returns the function of a property, or of a method of the class; else the member itself."""
     if isinstance(member, property):
         return member.fget
@@ -283,8 +295,10 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """
     inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
     names = frozenset(code.co_names).union(*map(names_in, inside))
-    texts = [part for part in code.co_consts if isinstance(part, str)]
-    return names.union(texts) if names & {"getattr", "hasattr", "vars", "__dict__"} else names
+    by_text = {"getattr", "hasattr", "vars", "__dict__", "attrgetter"}
+    constants = [c if isinstance(c, (tuple, frozenset)) else (c,) for c in code.co_consts]
+    texts = (text for some in constants for text in some if isinstance(text, str))
+    return names.union(texts) if names & by_text else names
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any, dict[str, Any]]]:

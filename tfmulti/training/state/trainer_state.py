@@ -11,7 +11,8 @@ Each part has one owner, the only code that sets it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from tfmulti.config.reading import ReadOptions
 from tfmulti.config.training_options import TrainingOptions
 
 if TYPE_CHECKING:
-    from tfmulti.training.state.kept_values import Kept
+    from tfmulti.training.state.kept_values import KeptValues
 
 # A model keeps its state in this attribute, which Keras does not track.
 ATTRIBUTE = "_tfmulti"
@@ -77,7 +78,8 @@ class TracedStep:
         whole_batch: the steps in which each replica computes the whole batch (`step.whole_batch`).
         agreed: the steps of which several workers have agreed whether that is so.
         values: for each step the values in Python that its last trace may have read.
-        collecting: the lists, dicts and sets that code changes while a step is traced.
+        changed: the names of the values in Python that traces of steps change.
+        batches: for each step how many times it was called for one batch.
         compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
@@ -92,8 +94,9 @@ class TracedStep:
     unknown: dict[str, dict[str, None]] = field(default_factory=dict)
     whole_batch: set[str] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)
-    values: dict[str, Sequence[Kept]] = field(default_factory=dict)
-    collecting: list[Any] = field(default_factory=list)
+    values: dict[str, KeptValues] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    batches: Counter[str] = field(default_factory=Counter)
     compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None

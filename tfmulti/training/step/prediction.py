@@ -91,6 +91,7 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
         effects = PythonEffects(model, "predict_step", found)
 
         def replica_step() -> Predicted:
+            effects.begin_replica()
             with collectives.serving("prediction", placement):
                 return predict_rows()
 
@@ -121,12 +122,13 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 own_rows = functools.partial(global_values.own_rows, replica_slice)
                 return tf.nest.map_structure(own_rows, step(data))
 
-        by_replica = whole_batch.traced(
-            model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
-        )
+        with effects.explained():
+            by_replica = whole_batch.traced(
+                model, "predict_step", lambda: run_on_replicas(strategy, replica_step)
+            )
         effects.end([])
         warn_of_outputs(model, "predict_step")
-        share_generator(seeds, effects.random_state)
+        share_generator(seeds, is_traced_again=effects.has_any)
         if placement.workers > 1:
             predicted: Predicted = first_local(strategy, by_replica)
             return predicted

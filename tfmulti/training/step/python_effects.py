@@ -7,11 +7,12 @@ elsewhere may be other ones than in plain Keras. Each of these gives a warning o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,9 +21,16 @@ import numpy as np
 from tfmulti.distribution import python_attributes
 from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.distribution.strategies import placement_of
-from tfmulti.training.state import kept_values, relocation
+from tfmulti.errors import ModelError
+from tfmulti.training.state import relocation
+from tfmulti.training.state.kept_values import KeptValues
+from tfmulti.training.state.step_code import StepCode
 from tfmulti.training.state.trainer_state import state_of
 
+# The kinds of values that `python_attributes.first_change` does not tell.
+_UNTOLD = ("bool", "set", "collection")
+# So many calls for one batch compare the values, and then each call whose number it divides.
+_ALWAYS_COMPARED = 10
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -31,7 +39,8 @@ class PythonEffects:
 
     Attributes:
         attributes: the numbers and texts of the user's objects before the step.
-        random_state: the state of Python's generator before the step.
+        has_any: whether the step has changed values in Python, or has drawn numbers there. It is
+            known as soon as the step has ended.
     """
 
     def __init__(self, model: keras.Model, step: str, found: relocation.State) -> None:
@@ -44,14 +53,52 @@ class PythonEffects:
         """
         self._model, self._step, self._found = model, step, found
         self.attributes = python_attributes.read(found.own_objects)
-        self.random_state = random.getstate()
-        self._values = [] if model.run_eagerly else kept_values.read(found, step)
-        own = kept_values.of_types(self._values, _GENERATORS)
-        self._read_state: dict[str, Callable[[], Any]] = {
-            "NumPy's generator (numpy.random)": functools.partial(np.random.get_state, False),
-            **{name: functools.partial(_state_of, generator) for name, generator in own.items()},
-        }
+        self.has_any = False
+        self._random_state = random.getstate()
+        self._values = None if model.run_eagerly else KeptValues(found, step)
+        code = StepCode(found, step) if self._values is None else self._values.code
+        # Keras draws a seed from Python's generator for a layer that the step makes.
+        self._draws = code.uses(random, random.Random) or code.makes_parts_of_keras()
+        self._read_state: dict[str, Callable[[], Any]] = {}
+        if self._values is not None:
+            own = self._values.of_types(_GENERATORS)
+            self._read_state |= {n: functools.partial(_state_of, g) for n, g in own.items()}
+            # Another thread may draw from the global generators, too, such as a Dataset's.
+            if code.uses(np.random, np.random.RandomState):
+                read = functools.partial(np.random.get_state, False)
+                self._read_state["NumPy's generator (numpy.random)"] = read
+            if code.uses(random, random.Random):
+                self._read_state["Python's generator (random)"] = random.getstate
         self._states = self._states_now()
+
+    def begin_replica(self) -> None:
+        """Lets each replica draw the same numbers from Python's generator.
+
+        Another thread may draw meanwhile, such as a Dataset's. So the generator stays as it is if
+        the step has no code that draws.
+        """
+        is_alone = placement_of(self._model.distribute_strategy).local_replicas == 1
+        if self._draws and not is_alone:
+            random.setstate(self._random_state)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises ModelError if the replicas cannot be traced, since a Boolean was switched.
+
+        Raises:
+            ModelError: one replica has switched a Boolean, and the others then ran other code.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            switched = python_attributes.first_switch(self.attributes)
+            if switched is None or "replica_context().merge_call" not in str(error):
+                raise
+            raise ModelError(
+                f"the {self._step} switches {switched} in Python, so the other replicas run other "
+                "code than the first one. Keep it in a variable, or call the model on a batch "
+                "first."
+            ) from error
 
     def end(self, traces: list[Attributes]) -> None:
         """Warns of what the trace did in Python, and remembers the values that the step keeps.
@@ -60,20 +107,31 @@ class PythonEffects:
             traces: the numbers and texts before each trace of the step so far. Those before this
                 trace are added.
         """
-        if self._model.run_eagerly:
+        if self._values is None:
             return
         traces.append(self.attributes)
         traced = state_of(self._model).traced
-        traced.collecting += kept_values.changed_collections(self._values)
-        traced.values[self._step] = kept_values.read(self._found, self._step)
-        if placement_of(self._model.distribute_strategy).is_chief:
-            self._warn_of_changes(traces)
-            self._warn_of_draws()
-
-    def _warn_of_changes(self, traces: Sequence[Attributes]) -> None:
-        """Warns of numbers and texts in Python that a trace changes, or that it keeps."""
-        step = self._step
+        kinds = self._values.changed()
+        traced.changed.update(kinds)
+        traced.values[self._step] = KeptValues(self._found, self._step)
         changed = python_attributes.first_change(self.attributes)
+        other = next((name for name, kind in kinds.items() if kind in _UNTOLD), None)
+        draws = self._draws and random.getstate() != self._random_state
+        drawn_from = [name for name, s in self._states_now().items() if s != self._states[name]]
+        self.has_any = bool(changed or other or draws or drawn_from)
+        if placement_of(self._model.distribute_strategy).is_chief:
+            # A comparison with one device shows whether the others matter.
+            changed = changed or (None if traced.is_compared_now else other)
+            self._warn_of_changes(changed, traces)
+            self._warn_of_draws(drawn_from)
+
+    def _states_now(self) -> dict[str, bytes]:
+        """Returns the states of the generators from which the step may draw, by their names."""
+        return {name: pickle.dumps(read()) for name, read in self._read_state.items()}
+
+    def _warn_of_changes(self, changed: str | None, traces: Sequence[Attributes]) -> None:
+        """Warns of a value in Python that the trace has changed, or that it keeps."""
+        step = self._step
         if changed is not None:
             warnings.warn(
                 f"the {step} changes {changed} in Python. A compiled step does so only while it is "
@@ -91,18 +149,8 @@ class PythonEffects:
                 stacklevel=2,
             )
 
-    def _states_now(self) -> dict[str, bytes]:
-        """Returns the states of the generators of NumPy, and of the model's own, by their names."""
-        return {name: pickle.dumps(read()) for name, read in self._read_state.items()}
-
-    def _warn_of_draws(self) -> None:
-        """Warns of a generator in Python from which the trace has drawn."""
-        states = self._states_now()
-        drawn_from = [name for name in states if states[name] != self._states[name]]
-        # Keras draws a seed from Python's generator for a layer that is made meanwhile.
-        draws_itself = kept_values.names_generator(self._found, self._step)
-        if draws_itself and random.getstate() != self.random_state:
-            drawn_from.append("Python's generator (random)")
+    def _warn_of_draws(self, drawn_from: Sequence[str]) -> None:
+        """Warns of the generators in Python from which the trace has drawn."""
         if drawn_from:
             warnings.warn(
                 f"the {self._step} draws numbers from {drawn_from[0]}. A compiled step does so "
@@ -112,17 +160,24 @@ class PythonEffects:
             )
 
 
-def warn_of_old_values(model: keras.Model, step: str) -> None:
+def warn_of_old_values(model: keras.Model, step: str, *, is_batch: bool = False) -> None:
     """Warns on the chief, once, of a value in Python that was changed after a step was traced.
 
     Args:
         model: the prepared model.
         step: such as `train_step`.
+        is_batch: whether a method for one batch is called. To compare the values of 300 layers
+            takes 16 ms, so after the first calls only each tenth call does it.
     """
     if not placement_of(model.distribute_strategy).is_chief:
         return
     traced = state_of(model).traced
-    changed = kept_values.first_new_value(traced.values.get(step, ()), traced.collecting)
+    if is_batch:
+        traced.batches[step] += 1
+        if traced.batches[step] > _ALWAYS_COMPARED and traced.batches[step] % _ALWAYS_COMPARED:
+            return
+    values = traced.values.get(step)
+    changed = None if values is None else values.first_new(traced.changed)
     if changed is not None:
         del traced.values[step]
         warnings.warn(
@@ -136,7 +191,9 @@ def warn_of_old_values(model: keras.Model, step: str) -> None:
 
 
 def _state_of(generator: Any) -> Any:
-    """Returns the state of a generator of one of the types `_GENERATORS`."""
+    """Returns the state of a generator of one of the types `_GENERATORS`, if it has one."""
+    if isinstance(generator, random.SystemRandom):
+        return None
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):

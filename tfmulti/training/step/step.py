@@ -14,7 +14,6 @@ stay as they were.
 
 from __future__ import annotations
 
-import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -263,21 +262,20 @@ def make_step(
         effects = PythonEffects(model, name, found)
 
         def with_same_draws() -> Any:
-            # A user's layer may draw from Python's generator when a replica is traced. All replicas
-            # must draw the same numbers.
-            random.setstate(effects.random_state)
+            effects.begin_replica()
             return replica_step(batch, states, effects.attributes)
 
-        if training:
-            results = run_on_replicas(strategy, with_same_draws)
-        else:
-            results = whole_batch.traced(
-                model, name, lambda: run_on_replicas(strategy, with_same_draws)
-            )
+        with effects.explained():
+            if training:
+                results = run_on_replicas(strategy, with_same_draws)
+            else:
+                results = whole_batch.traced(
+                    model, name, lambda: run_on_replicas(strategy, with_same_draws)
+                )
         if logs is not None:
             effects.end(traces)
             warn_of_outputs(model, name)
-        share_generator(seeds, effects.random_state)
+        share_generator(seeds, is_traced_again=effects.has_any)
         return results
 
     return one_step if model.run_eagerly else without_autograph(one_step)

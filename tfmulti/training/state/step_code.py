@@ -1,0 +1,307 @@
+"""The Python code that a step may run, and the objects of the user's own that this code may read.
+
+Python does not tell what a function reads. But the code of a function has the names of the globals
+and attributes that it uses. So `StepCode` begins with the methods by which Keras runs a step, and
+follows these names: to other functions and methods, and to objects outside of the model, such as a
+global `config`. An attribute counts as read if one of these functions names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+
+from tfmulti.distribution.python_attributes import classes_of_user, values_of
+from tfmulti.keras_patches.patching import is_of_keras
+from tfmulti.training.state import relocation
+from tfmulti.training.state.user_lines import is_module_of_user, is_of_library
+
+_Module = types.ModuleType
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+PARTS_OF_KERAS = (
+    *(keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer),
+    *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
+    *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
+)
+_STEPS = ("train_step", "test_step", "predict_step")
+# Methods that Keras or Python calls by themselves, but while no step runs.
+_OUTSIDE_OF_STEPS = frozenset(
+    [
+        *("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__del__"),
+        *("__repr__", "__str__", "__setattr__", "__getstate__", "__setstate__", "__reduce__"),
+        *("build", "compile", "fit", "evaluate", "predict", "summary", "save", "save_weights"),
+        *("get_config", "from_config", "get_build_config", "build_from_config", "reset_state"),
+        *("save_own_variables", "load_own_variables", "compile_from_config", "load_weights"),
+    ]
+)
+# A longer list or dict of the user's own is data, and is not searched for objects.
+_MOST_ITEMS = 1000
+_DEEPEST = 3
+
+
+class Owner(NamedTuple):
+    """An object, a class or a module of the user's own that a function of a step may read.
+
+    Attributes:
+        value: the object.
+        name: how the function reaches it, such as `config.optimizer`.
+        reader: the function.
+    """
+
+    value: Any
+    name: str
+    reader: Any
+
+
+class StepCode:
+    """The functions that a step may call, and what they may read.
+
+    Attributes:
+        functions: the user's functions and methods.
+        names: the globals and attributes that the functions name.
+        owners: the objects outside of the model that the functions reach, by their ids.
+    """
+
+    def __init__(self, found: relocation.State, step: str) -> None:
+        """Follows the names from the methods of a step.
+
+        Args:
+            found: what `relocation.find` found from the model.
+            step: such as `train_step`.
+        """
+        self.functions: dict[types.FunctionType, None] = {}
+        self.names: set[str] = set()
+        self.owners: dict[int, Owner] = {}
+        self._step = step
+        # The methods that no function has named so far.
+        self._methods: dict[str, list[types.FunctionType]] = {}
+        self._to_read: list[types.FunctionType] = []
+        self._searched: dict[int, Any] = {}
+        of_classes: set[Any] = set()
+        for cls in {type(owner): None for owner in found.objects}:
+            of_classes.update(function for _, function in self._meet(cls))
+        held = [function for function in found.functions if function not in of_classes]
+        self._to_read += [
+            f for f in held + found.bound if not is_of_library(f.__code__.co_filename)
+        ]
+        self._follow()
+
+    def _meet(self, cls: type) -> list[tuple[str, types.FunctionType]]:
+        """Notes the methods of a class of the user's own, and returns all methods by name."""
+        pairs = relocation.methods_of_class(cls)
+        methods = [(n, f) for n, f in pairs if isinstance(f, types.FunctionType)]
+        is_own = issubclass(cls, PARTS_OF_KERAS) or not _is_installed(cls)
+        for name, function in methods if is_own else ():
+            if name in self.names or self._is_called_by_itself(cls, name):
+                self._to_read.append(function)
+            else:
+                self._methods.setdefault(name, []).append(function)
+        return methods
+
+    def _is_called_by_itself(self, cls: type, name: str) -> bool:
+        """Returns whether Keras or Python may call a method in a step without its name."""
+        if name in _STEPS or name in _OUTSIDE_OF_STEPS:
+            return name == self._step
+        is_special = name.startswith("__") and name.endswith("__")
+        # Keras asks the cell of a recurrent layer for its first state.
+        is_of_cell = name == "get_initial_state"
+        of_keras = (part for part in cls.__mro__ if is_of_keras(part))
+        return is_special or is_of_cell or any(name in vars(part) for part in of_keras)
+
+    def _follow(self) -> None:
+        """Reads functions until none of them names or reaches anything new."""
+        while self._to_read:
+            while self._to_read:
+                self._read(self._to_read.pop(0))
+            for value, name, reader in list(self.owners.values()):
+                for attribute, inner in self.attributes_of(value).items():
+                    self._reach(inner, f"{name}.{attribute}", reader)
+
+    def _read(self, function: types.FunctionType) -> None:
+        """Notes a function, the names in its code, and what it reaches by them."""
+        if function in self.functions:
+            return
+        self.functions[function] = None
+        names = names_read(function) - self.names
+        self.names |= names
+        for name in names & self._methods.keys():
+            self._to_read += self._methods.pop(name)
+        for name, value in outside(function).items():
+            self._reach(value, name, function)
+
+    def _reach(self, value: Any, name: str, reader: types.FunctionType, depth: int = 0) -> None:
+        """Notes what a function can reach: other functions, and objects of the user's own."""
+        if isinstance(value, types.MethodType):
+            self._reach(value.__self__, name, reader, depth)
+            value = value.__func__
+        if isinstance(value, types.FunctionType):
+            if value not in self.functions and not is_of_library(value.__code__.co_filename):
+                self._to_read.append(value)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._reach(part, name, reader, depth)
+        elif isinstance(value, (list, tuple, dict)):
+            if depth < _DEEPEST and len(value) <= _MOST_ITEMS and id(value) not in self._searched:
+                self._searched[id(value)] = value
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, item in list(pairs):
+                    words = f"{name}[{relocation.key_in_words(key)}]"
+                    self._reach(item, words, reader, depth + 1)
+        elif id(value) not in self.owners and _is_of_user(value):
+            self.owners[id(value)] = Owner(value, name, reader)
+            if not isinstance(value, _Module):
+                self._meet(value if isinstance(value, type) else type(value))
+
+    def uses(self, module: _Module, generator: type) -> bool:
+        """Returns whether a function reaches a module of random numbers, or what it has imported.
+
+        Args:
+            module: the module, such as `random`.
+            generator: the type of the object whose methods are the functions of the module.
+        """
+        for function in self.functions:
+            values = outside(function).values()
+            modules = [*filter(_is_module, values), *_imported_by(function.__code__)]
+            parts = [vars(m).get(n) for m in modules for n in function.__code__.co_names]
+            owners = [getattr(v, "__self__", None) for v in values if isinstance(v, FUNCTIONS)]
+            if module in [*modules, *filter(_is_module, parts)]:
+                return True
+            if any(isinstance(owner, generator) for owner in owners):
+                return True
+        return False
+
+    def makes_parts_of_keras(self) -> bool:
+        """Returns whether a function may make a layer, an initializer or the like."""
+        names = _names_of_parts()
+        return any(names & relocation.names_in(function.__code__) for function in self.functions)
+
+    def attributes_of(self, owner: Any) -> dict[str, Any]:
+        """Returns those attributes of an object, a class or a module that the functions name."""
+        return {name: value for name, value in _attributes(owner).items() if name in self.names}
+
+
+@functools.cache
+def _names_of_parts() -> frozenset[str]:
+    """Returns the names of Keras' classes that draw a seed, and of the modules that have them."""
+    modules = (keras.layers, keras.initializers)
+    names = (n for module in modules for n, v in vars(module).items() if isinstance(v, type))
+    return frozenset({"layers", "initializers", "SeedGenerator", *names})
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, _Module)
+
+
+def _imported_by(code: types.CodeType) -> Iterator[_Module]:
+    """Yields the modules that a function imports while it runs."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME" and instruction.argval in sys.modules:
+            yield sys.modules[instruction.argval]
+
+
+def outside(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the values outside of a function that its code names.
+
+    They are globals, values of its closure, and defaults of its arguments.
+    """
+    code, of_module = function.__code__, function.__globals__
+    values = {n: of_module[n] for n in relocation.globals_in(code) if n in of_module}
+    arguments = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    values |= dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    values |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        # An empty cell raises ValueError.
+        with contextlib.suppress(ValueError):
+            values[name] = cell.cell_contents
+    return values
+
+
+def values_of_classes(cls: type) -> dict[str, Any]:
+    """Returns the attributes that the user's classes give a class, without special ones."""
+    pairs = (item for part in classes_of_user(cls)[::-1] for item in vars(part).items())
+    return {name: value for name, value in pairs if not name.startswith("__")}
+
+
+def names_read(function: types.FunctionType) -> frozenset[str]:
+    """Returns the globals and attributes that a function, and the functions in it, name.
+
+    Attributes of libraries, such as `mean` in `keras.ops.mean`, are left out.
+    """
+    code, of_module = function.__code__, function.__globals__
+    modules = (n for n in relocation.globals_in(code) if isinstance(of_module.get(n), _Module))
+    libraries = frozenset(n for n in modules if not is_module_of_user(of_module[n]))
+    texts = relocation.names_in(code) - _all_names(code)
+    return _names_beside(code, libraries) | texts
+
+
+@functools.cache
+def _names_beside(code: types.CodeType, libraries: frozenset[str]) -> frozenset[str]:
+    """Returns the names in a code without those that follow on a library, as in `tf.math.log`."""
+    names: set[str] = set()
+    is_of_library = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            is_of_library = instruction.argval in libraries
+        elif instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            is_of_library = False
+        if instruction.argval in code.co_names and not is_of_library:
+            names.add(instruction.argval)
+    inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(names).union(*(_names_beside(part, libraries) for part in inside))
+
+
+@functools.cache
+def _all_names(code: types.CodeType) -> frozenset[str]:
+    """Returns all names of a code, and of the functions in it."""
+    inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return frozenset(code.co_names).union(*map(_all_names, inside))
+
+
+def _is_installed(cls: type) -> bool:
+    """Returns whether a class is part of Python or of an installed package."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is not None and is_of_library(file)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Returns whether a value is a module, a class or an object of the user's own."""
+    if isinstance(value, _Module):
+        return is_module_of_user(value)
+    if isinstance(value, (*FUNCTIONS, *PARTS_OF_KERAS)) or not relocation.has_attributes(value):
+        return False
+    own = classes_of_user(value if isinstance(value, type) else type(value))
+    # The attributes of a `types.SimpleNamespace` are the user's.
+    return any(issubclass(c, types.SimpleNamespace) or not _is_installed(c) for c in own)
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """Returns the attributes of an object, a class or a module of the user's own."""
+    if isinstance(owner, _Module):
+        return vars(owner)
+    if isinstance(owner, type):
+        return values_of_classes(owner)
+    kind: type = type(owner)
+    return {**values_of_classes(kind), **values_of(owner)}
+
+
+def names_of_classes(cls: type, bases: tuple[type, ...]) -> Iterator[str]:
+    """Yields the names in the methods of the classes of Keras that a class inherits from.
+
+    Args:
+        cls: the class.
+        bases: the classes that are left out.
+    """
+    for part in cls.__mro__:
+        if is_of_keras(part) and part not in bases:
+            for member in vars(part).values():
+                function = relocation.function_behind(member)
+                if isinstance(function, types.FunctionType):
+                    yield from relocation.names_in(function.__code__)
