@@ -8,6 +8,7 @@ import operator
 import random
 import random as another_name
 import types
+import weakref
 from collections.abc import Callable
 from random import shuffle
 from typing import Any
@@ -164,17 +165,21 @@ class Raises:
         Raises,
         lambda: [Raises()],
         random.SystemRandom,
+        lambda: weakref.proxy(Config()),
+        lambda: [weakref.proxy(Config())],
         lambda: np.zeros(2, [("a", "f4")]),
         lambda: types.MappingProxyType({"a": Raises()}),
     ],
 )
 def test_an_object_that_cannot_be_compared_is_left_alone(make: Callable[[], Any]) -> None:
+    value, holder = make(), Config()
+    vars(holder)["rate"] = value
+
     class Reads(keras.Model):
         def train_step(self, data: Any) -> Any:
-            return self.odd
+            return holder.rate, value
 
     model = Reads()
-    model.odd = make()
     kept = KeptValues(relocation.find(model), "train_step")
     assert kept.first_new([]) is None
     assert not kept.changed()

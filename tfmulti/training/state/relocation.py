@@ -209,7 +209,8 @@ class _Search:
     def _look_into(self, container: Any, name: str, put: Callable[[Any], None]) -> None:
         """Adds the items of a container to the stack."""
         first = next(iter(container), None)
-        is_data = isinstance(first, (int, float, str, bytes, np.ndarray, np.generic))
+        # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
+        is_data = issubclass(type(first), (int, float, str, bytes, np.ndarray, np.generic))
         if isinstance(container, Mapping):
             pairs = list(container.items())
             places = [(v, f"{name}[{key_in_words(k)}]", _putter(container, k)) for k, v in pairs]
@@ -328,8 +329,8 @@ def _may_be_used_by_a_step(value: Any) -> bool:
         return not is_of_library(function.__code__.co_filename)
     if isinstance(value, (list, tuple, dict)) and len(value) <= _SHORT_LIST:
         items = value.values() if isinstance(value, dict) else value
-        return any(isinstance(item, kinds) for item in items)
-    return isinstance(value, kinds)
+        return any(issubclass(type(item), kinds) for item in items)
+    return issubclass(type(value), kinds)
 
 
 def _is_of_library(module: Any) -> bool:

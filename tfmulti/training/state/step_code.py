@@ -13,6 +13,7 @@ import dis
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -138,6 +139,8 @@ class StepCode:
 
     def _reach(self, value: Any, name: str, reader: types.FunctionType, depth: int = 0) -> None:
         """Notes what a function can reach: other functions, and objects of the user's own."""
+        if type(value) in weakref.ProxyTypes:
+            return
         if isinstance(value, types.MethodType):
             self._reach(value.__self__, name, reader, depth)
             value = value.__func__
