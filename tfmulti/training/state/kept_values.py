@@ -30,7 +30,7 @@ from tfmulti.training.state import relocation, step_code
 from tfmulti.training.state.step_code import FUNCTIONS, PARTS_OF_KERAS, Owner, StepCode
 
 # Private attributes of Keras' parts that hold what their public properties set.
-_BEHIND_PROPERTIES = ("_trainable", "_learning_rate", "_fn_kwargs")
+_BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
 # The classes of Keras whose methods name much that a user's attribute may be called, too.
 _BASES = (
     *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
