@@ -303,3 +303,24 @@ def generators_after_training() -> Made:
     made = _with(epochs=1)
     made.after = after
     return made
+
+
+class Draws(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        keras.random.normal((2,))
+
+
+class NoisyInputs(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        return super().train_step((x + keras.random.normal(keras.ops.shape(x)), y))
+
+
+@program("Keras: draws without a seed in a callback and in a step")
+def draws_of_a_callback_and_of_a_step() -> Made:
+    """A callback makes Keras' generator after `fit` has begun, and the step goes on with it."""
+    inputs = keras.Input((4,))
+    model = NoisyInputs(inputs, keras.layers.Dense(3, "softmax")(inputs))
+    given = {"optimizer": sgd(), "loss": SPARSE}
+    data = fit(features(4), labels(), callbacks=[Draws()])
+    return Made(model, given, data, prepare={"verify": False})

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import keras
 
 # The numbers that the classes of these packages have are not the user's.
 _LIBRARIES = ("keras.", "tensorflow.", "tfmulti.", "builtins")
+_OF_PYTHON = sys.stdlib_module_names
 # Objects, each with its attributes that are numbers, texts or Booleans. Booleans are not restored,
 # but show which object has initialized itself.
 Attributes = Sequence[tuple[Any, dict[str, Any]]]
@@ -39,33 +41,34 @@ def classes_of_user(cls: type) -> tuple[type, ...]:
 
 def slots_of(owner: Any) -> dict[str, Any]:
     """Returns the slots that the `__slots__` of the user's classes give an object, by name."""
-    kind: type = type(owner)
-    return _slots_of_class(kind)
-
-
-@functools.cache
-def _slots_of_class(cls: type) -> dict[str, Any]:
-    modules = sys.stdlib_module_names
-    own = (p for p in classes_of_user(cls) if p.__module__.partition(".")[0] not in modules)
-    members = (item for part in own if "__slots__" in vars(part) for item in vars(part).items())
-    return {name: m for name, m in members if isinstance(m, types.MemberDescriptorType)}
+    found: dict[str, Any] = {}
+    for cls in classes_of_user(type(owner))[::-1]:
+        if "__slots__" in vars(cls) and cls.__module__.partition(".")[0] not in _OF_PYTHON:
+            members = vars(cls).items()
+            found |= {n: m for n, m in members if isinstance(m, types.MemberDescriptorType)}
+    return found
 
 
 def values_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes that an object itself holds, also those in `__slots__`."""
+    """Returns the attributes that an object itself holds, also those in `__slots__`.
+
+    Weak proxies are left out, since nothing can be asked of one whose object is gone.
+    """
     values = {}
     for name, slot in slots_of(owner).items():
         # A slot without a value raises AttributeError.
         with contextlib.suppress(AttributeError):
             values[name] = slot.__get__(owner)
-    has_dict = type(owner).__dictoffset__ != 0
-    return values | vars(owner) if has_dict else values
+    if type(owner).__dictoffset__ != 0:
+        values |= vars(owner)
+    return {n: v for n, v in values.items() if type(v) not in weakref.ProxyTypes}
 
 
 def set_value(owner: Any, name: str, value: Any) -> None:
     """Gives an object an attribute of `values_of` without running code of its class."""
-    if name in slots_of(owner):
-        slots_of(owner)[name].__set__(owner, value)
+    slot = slots_of(owner).get(name)
+    if slot is not None:
+        slot.__set__(owner, value)
     else:
         vars(owner)[name] = value
 
@@ -78,7 +81,7 @@ def numbers_of(owner: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if isinstance(value, kinds) and not name.startswith("__")
+        if issubclass(type(value), kinds) and not name.startswith("__")
     }
 
 

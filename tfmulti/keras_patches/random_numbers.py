@@ -107,8 +107,12 @@ def share_generator(generator: keras.random.SeedGenerator | None, *, is_traced_a
     # In eager mode the step has run, so the generator's state has moved on and must stay.
     has_run = tf.executing_eagerly()
     with tf.init_scope():
-        is_variable = is_traced_again and not has_run
-        state = global_seed_generator().state if is_variable else [make_default_seed(), 0]
+        if keras_generator is not None:
+            state = keras_generator.state
+        elif is_traced_again and not has_run:
+            state = global_seed_generator().state
+        else:
+            state = [make_default_seed(), 0]
         if not has_run:
             generator.state.assign(state)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import operator
@@ -53,15 +54,50 @@ class Config:
         return (y - outputs) ** self.power
 
 
-FACTOR = 2.0
-config = Config()
-by_name = {"test": [Config()]}
-table: Any = collections.UserDict(rate=1.0)
-scaled = functools.partial(operator.mul, [1.0])
+def scaled_by_a_global(x: Any) -> Any:
+    return x * FACTOR
+
+
+cached = functools.cache(scaled_by_a_global)
+# `fresh` makes all of them anew for each test.
+FACTOR: Any = None
+config: Any = None
+by_name: Any = None
+table: Any = None
+scaled: Any = None
+settings: Any = None
+arguments: Any = None
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the objects that the steps read, and puts the attributes of classes back afterwards."""
+    model = types.SimpleNamespace(encoder=types.SimpleNamespace(rate=0.1))
+    made = {
+        "FACTOR": 2.0,
+        "config": Config(),
+        "by_name": {"test": [Config()]},
+        "table": collections.UserDict(rate=1.0),
+        "scaled": functools.partial(operator.mul, [1.0]),
+        "settings": types.SimpleNamespace(model=model),
+        "arguments": argparse.Namespace(rate=0.1),
+    }
+    for name, value in made.items():
+        monkeypatch.setitem(globals(), name, value)
+    made["config"].mask_value = 0.0
+    monkeypatch.setattr(Config, "shared", 1.0)
+    monkeypatch.setattr(Step, "sizes", (1, 2))
 
 
 def total(values: Any, settings: Any) -> Any:
     return values * settings.rate
+
+
+UNREAD = 1.0
+
+
+def makes_a_part() -> Any:
+    return UNREAD
 
 
 class Step(keras.Model):
@@ -71,20 +107,19 @@ class Step(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
+        makes_a_part()
         self.drop = Drop(0.5)
 
     def train_step(self, data: Any) -> Any:
         values = [getattr(config, name) for name in ("by_text", "power")]
         values += [config[0], config(1), config.of_class(), config.with_global(), self.sizes]
         values += [by_name["test"][0].rate, table["rate"], scaled]
+        values += [settings.model.encoder.rate, arguments.rate, cached(1)]
         values += [operator.attrgetter("by_getter")(config), keras.ops.mean(data)]
         return values, total(data, config)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
         return config.mask_value
-
-
-config.mask_value = 0.0
 
 
 class Drop(keras.layers.Dropout):
@@ -108,13 +143,16 @@ class Drop(keras.layers.Dropout):
         (lambda m: vars(config).update(called=9.0), "config.called, which"),
         (lambda m: vars(config).update(mask_value=9.0), "config.mask_value, which"),
         (lambda m: setattr(Config, "shared", 9.0), "config.shared, which"),
-        (lambda m: globals().update(FACTOR=9.0), "FACTOR, which Config.with_global reads,"),
+        (lambda m: globals().update(FACTOR=9.0), "FACTOR, which "),
         (lambda m: vars(by_name["test"][0]).update(rate=9.0), "by_name['test'][0].rate, which"),
         (lambda m: table.update(rate=9.0), "table, which Step.train_step reads,"),
         (lambda m: scaled.args[0].append(9.0), "scaled, which Step.train_step reads,"),
         (lambda m: setattr(Step, "sizes", (9,)), "Step.sizes of"),
         (lambda m: setattr(m.drop, "rate", 0.9), "Drop.rate of"),
+        (lambda m: vars(settings.model.encoder).update(rate=9.0), "settings.model.encoder.rate,"),
+        (lambda m: vars(arguments).update(rate=9.0), "arguments.rate, which"),
         (lambda m: vars(config).update(never=9.0), None),
+        (lambda m: globals().update(UNREAD=9.0), None),
         (lambda m: vars(config).update(mean=9.0), None),
     ],
 )
@@ -130,12 +168,12 @@ def test_a_value_that_a_step_reads_in_some_way_is_found(
 
 
 def test_methods_and_partial_functions_that_a_model_holds_are_followed() -> None:
-    settings = Config()
-    for loss in (settings.loss, functools.partial(Config.loss, settings)):
+    held = Config()
+    for loss in (held.loss, functools.partial(Config.loss, held)):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", loss)
         kept = KeptValues(relocation.find(model), "train_step")
-        settings.hidden["power"] += 1
+        held.hidden["power"] += 1
         assert kept.first_new([]) == "Config.hidden"
 
 
@@ -221,7 +259,15 @@ def _by_own_import(data: Any) -> Any:
 
 
 def _by_keras(data: Any) -> Any:
-    return keras.random.normal((2,))
+    return np.sqrt(2.0) * keras.random.normal((2,))
+
+
+def _in_a_comprehension(data: Any) -> Any:
+    return [np.random.rand() for _ in range(2)]
+
+
+def _by_attributes(data: Any) -> Any:
+    return [layer for layer in data.layers], data.random
 
 
 def _by_numpy(data: Any) -> Any:
@@ -236,7 +282,9 @@ def _by_numpy(data: Any) -> Any:
         (_by_function, True, False),
         (_by_own_import, True, False),
         (_by_numpy, False, True),
+        (_in_a_comprehension, False, True),
         (_by_keras, False, False),
+        (_by_attributes, False, False),
     ],
 )
 def test_a_step_that_draws_in_python_is_known(function: Any, python: bool, numpy: bool) -> None:
@@ -245,3 +293,33 @@ def test_a_step_that_draws_in_python_is_known(function: Any, python: bool, numpy
     assert code.uses(random, random.Random) is python
     assert code.uses(np.random, np.random.RandomState) is numpy
     assert not code.makes_parts_of_keras()
+
+
+def _makes_a_layer(data: Any) -> Any:
+    return keras.layers.Dropout(0.5)(data)
+
+
+def test_a_step_that_makes_a_layer_is_known() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(_makes_a_layer)])
+    assert StepCode(relocation.find(model), "train_step").makes_parts_of_keras()
+
+
+def test_slots_of_a_subclass_and_single_entries_of_collections_are_compared() -> None:
+    class Base:
+        __slots__ = ("value",)
+
+    class Again(Base):
+        __slots__ = ("value",)
+
+    class Reads(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            return self.held.value, self.entries
+
+    model = Reads()
+    model.held, model.entries = Again(), [0] * 1000
+    model.held.value = 1
+    kept = KeptValues(relocation.find(model), "train_step")
+    model.held.value = 2
+    assert kept.first_new([]) == "Again.value"
+    model.held.value, model.entries[1] = 1, 5
+    assert kept.first_new([]) == f"Reads.entries of {model.name!r}"

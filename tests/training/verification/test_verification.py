@@ -306,7 +306,7 @@ def test_a_boolean_that_a_step_switches_is_told(results: list[Any], case: str, p
     [[message]] = results
     words = {
         "by a test_step": "the test_step changes SwitchesInTests.first of ",
-        "while it is built": "the test_step changes SetsItself.ready in Python, which has happened",
+        "while it is built": "SetsItself.ready has changed in Python while the model was built, so",
         "by a prediction": "the predict_step changes SetsItself.ready of ",
     }
     if case == "by a prediction" and place != ONE_DEVICE:

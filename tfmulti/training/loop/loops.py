@@ -464,7 +464,8 @@ def concatenated(*parts: Any) -> Any:
 
     Dense parts whose other sizes differ make a ragged tensor, as with plain Keras.
     """
-    if all(isinstance(part, tf.Tensor) for part in parts):
+    dense = all(isinstance(part, tf.Tensor) for part in parts)
+    if dense and len({part.shape.rank for part in parts}) == 1:
         sizes = zip(*(part.shape[1:] for part in parts), strict=True)
         ragged = [axis for axis, found in enumerate(sizes, start=1) if len(set(found)) > 1]
         if ragged:

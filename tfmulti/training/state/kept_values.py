@@ -31,19 +31,22 @@ from tfmulti.training.state.step_code import FUNCTIONS, PARTS_OF_KERAS, Owner, S
 
 # Private attributes of Keras' parts that hold what their public properties set.
 _BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
-# The classes of Keras whose methods name much that a user's attribute may be called, too.
+# The classes of Keras whose methods use names that a user's attribute may also have.
 _BASES = (
     *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
     *(keras.optimizers.Optimizer, *keras.Model.__mro__[1:]),
 )
-# Of a collection with more entries, or an array with more numbers, some are compared, which are
-# spread evenly.
+# Of a larger collection or array, so many entries are compared, which are spread evenly.
 _MOST_ENTRIES = 1000
 _MOST_NUMBERS = 100_000
 # A table with more rows is not compared, because its texts take long to read.
 _MOST_ROWS = 1000
 _ABSENT = ("None", None)
 _DEEPEST = 4
+
+
+# What reads values by name, and what says a name in words.
+_Reader = tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]
 
 
 class _Kept(NamedTuple):
@@ -53,11 +56,13 @@ class _Kept(NamedTuple):
         read: returns the values as they are now, by name.
         words: returns a name in words.
         before: for each name, what `_comparable` returned for its value.
+        is_outside: whether the values are outside of the model, such as globals.
     """
 
     read: Callable[[], Mapping[str, Any]]
     words: Callable[[str], str]
     before: dict[str, Any]
+    is_outside: bool
 
 
 class KeptValues:
@@ -75,18 +80,21 @@ class KeptValues:
             step: such as `train_step`.
         """
         self.code = code = StepCode(found, step)
-        part, words = functools.partial, functools.partial
-        readers: list[tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]] = [
-            *((part(_attributes, o, code.names), words(_of, o)) for o in found.objects),
-            *((part(_rules_of_variable, v), words(_of, v)) for v in found.variables),
-            *((part(step_code.outside, f), words(_read_by, f)) for f in code.functions),
+        part = functools.partial
+        of_model: list[_Reader] = [
+            *((part(_attributes, o, code.names), part(_of, o)) for o in found.objects),
+            *((part(_rules_of_variable, v), part(_of, v)) for v in found.variables),
+        ]
+        outside: list[_Reader] = [
+            *((part(step_code.outside, f), part(_read_by, f)) for f in code.functions),
             *(
-                (part(code.attributes_of, o.value), words(_of_owner, o))
+                (part(code.attributes_of, o.value), part(_of_owner, o))
                 for o in code.owners.values()
             ),
         ]
         self._kept = [
-            _Kept(read, words, {name: _comparable(value) for name, value in read().items()})
+            _Kept(read, words, {n: _comparable(v) for n, v in read().items()}, is_outside)
+            for readers, is_outside in ((of_model, False), (outside, True))
             for read, words in readers
         ]
 
@@ -97,23 +105,31 @@ class KeptValues:
             The objects by their names in words. Of several in a list the last one has the name.
         """
         found: dict[str, Any] = {}
-        for read, words, _ in self._kept:
-            for name, value in read().items():
+        for kept in self._kept:
+            for name, value in kept.read().items():
                 inside = value.values() if isinstance(value, dict) else value
                 inside = inside if isinstance(value, (list, tuple, dict)) else ()
-                items = [v for v in (value, *inside) if isinstance(v, kinds)]
-                found |= {words(name).rstrip(","): item for item in items}
+                items = [v for v in (value, *inside) if issubclass(type(v), kinds)]
+                found |= {kept.words(name).rstrip(","): item for item in items}
         return found
 
-    def changed(self) -> dict[str, str]:
-        """Returns the names in words of all values that are other ones than then, and their kinds.
+    def changed(self) -> list[str]:
+        """Returns the names in words of all values that differ from the copies."""
+        return [words for words, *_ in self._changes()]
 
-        The kind is the one of the value as it is now, such as "number" or "collection".
+    def first_untold(self) -> str | None:
+        """Returns the first value that differs, of those that `first_change` leaves out.
+
+        `python_attributes.first_change` leaves out values outside of the model, Booleans and
+        collections.
         """
-        return {words: kind for words, kind in self._changes() if kind}
+        untold = ("bool", "set", "collection")
+        changes = self._changes()
+        names = (words for words, kind, is_outside in changes if is_outside or kind in untold)
+        return next((name.rstrip(",") for name in names), None)
 
     def first_new(self, ignored: Container[str]) -> str | None:
-        """Returns the first value that is another one than then, or None.
+        """Returns the first value that differs from its copy, or None.
 
         A change of a layer's `trainable` counts, too.
 
@@ -123,16 +139,16 @@ class KeptValues:
         Returns:
             The value in words, such as `Dropout.rate of 'dropout_1'`.
         """
-        return next((words for words, _ in self._changes() if words not in ignored), None)
+        return next((words for words, *_ in self._changes() if words not in ignored), None)
 
-    def _changes(self) -> Iterator[tuple[str, str]]:
-        """Yields the name in words and the kind of each value that is another one than then."""
-        for read, words, before in self._kept:
+    def _changes(self) -> Iterator[tuple[str, str, bool]]:
+        """Yields the name in words, the kind and the `is_outside` of each value that differs."""
+        for read, words, before, is_outside in self._kept:
             now = read()
             for name in {**before, **now}:
                 current = _comparable(now.get(name))
                 if current is not None and _is_new(before.get(name, _ABSENT), current):
-                    yield words(name), current[0]
+                    yield words(name), current[0], is_outside
 
 
 def _of(owner: Any, name: str) -> str:
@@ -226,22 +242,24 @@ def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
         return "range", value
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUS":
-            return _comparable(value.tolist(), depth)
-        numbers = value.reshape(-1)[:: 1 + value.size // _MOST_NUMBERS]
+            texts = value.reshape(-1)[:: _stride(value.size, _MOST_ENTRIES)].tolist()
+            return _copied([value.shape, texts], depth)
+        numbers = value.reshape(-1)[:: _stride(value.size, _MOST_NUMBERS)]
         return "array", (value.dtype, value.shape, zlib.crc32(numbers.tobytes()))
     # A table of pandas or of another library.
     if hasattr(type(value), "to_numpy"):
         return _comparable(value.to_numpy(), depth) if len(value) <= _MOST_ROWS else None
     if isinstance(value, (set, frozenset)):
-        plain = all(isinstance(item, (int, float, str)) for item in value)
-        return ("set", frozenset(value)) if plain and len(value) <= _MOST_NUMBERS else None
+        few = len(value) <= _MOST_NUMBERS
+        plain = few and all(isinstance(item, (int, float, str)) for item in value)
+        return ("set", frozenset(value)) if plain else None
     if isinstance(value, functools.partial):
         return _copied([value.func, value.args, value.keywords], depth)
     if isinstance(value, (list, tuple, Mapping, collections.deque)):
         if depth == _DEEPEST:
             return None
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        some = list(itertools.islice(pairs, 0, None, 1 + len(value) // _MOST_ENTRIES))
+        some = list(itertools.islice(pairs, 0, None, _stride(len(value), _MOST_ENTRIES)))
         keys = [key if isinstance(key, (str, int, float)) else _Same(key) for key, _ in some]
         items = [_comparable(item, depth + 1) for _, item in some]
         return "collection", (len(value), keys, items)
@@ -249,6 +267,11 @@ def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
         return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
     is_object = isinstance(value, PARTS_OF_KERAS) or classes_of_user(type(value))
     return ("part", _Same(value)) if is_object else None
+
+
+def _stride(size: int, most: int) -> int:
+    """Returns the step by which at most so many of some entries are taken."""
+    return max(1, -(-size // most))
 
 
 def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:

@@ -241,9 +241,9 @@ def build(
     switched = python_attributes.first_switch(before) if is_first_test else None
     if switched and placement_of(model.distribute_strategy).is_chief:
         warnings.warn(
-            f"the test_step changes {switched} in Python, which has happened while the model was "
-            "built. So the test_step does not do what comes with the change. Keep the value in a "
-            "variable (self.add_weight).",
+            f"{switched} has changed in Python while the model was built, so the test_step runs "
+            "the code for the new value. In plain Keras the first test_step runs the code for the "
+            "old one. Keep the value in a variable (self.add_weight).",
             stacklevel=4,
         )
     check_scope(model)

@@ -90,15 +90,12 @@ class State:
         holders: the places that hold a `tf.Variable` directly.
         objects: all objects that have attributes, such as models and optimizers.
         functions: the user's functions and methods.
-        bound: the functions of the bound methods and partial functions that something holds, such
-            as a loss.
     """
 
     places: list[tuple[str, Any]] = field(default_factory=list)
     holders: list[VariableHolder] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     functions: list[types.FunctionType] = field(default_factory=list)
-    bound: list[types.FunctionType] = field(default_factory=list)
 
     @property
     def variables(self) -> list[Any]:
@@ -182,12 +179,8 @@ class _Search:
             if not _is_of_library(value.__module__) and not self._is_known(value):
                 self._look_at_function(value)
         elif isinstance(value, types.MethodType):
-            if isinstance(value.__func__, types.FunctionType):
-                self.state.bound.append(value.__func__)
             self._add([(value.__self__, name, put), (value.__func__, name, put)])
         elif isinstance(value, functools.partial):
-            if isinstance(value.func, types.FunctionType):
-                self.state.bound.append(value.func)
             parts = [value.func, *value.args, *value.keywords.values()]
             self._add([(part, name, _not_replaceable) for part in parts])
         # A `tf.function` holds the user's function in this attribute.

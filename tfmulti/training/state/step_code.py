@@ -8,6 +8,7 @@ global `config`. An attribute counts as read if one of these functions names it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dis
 import functools
@@ -21,6 +22,7 @@ import keras
 
 from tfmulti.distribution.python_attributes import classes_of_user, values_of
 from tfmulti.keras_patches.patching import is_of_keras
+from tfmulti.keras_patches.variables import attributes_of
 from tfmulti.training.state import relocation
 from tfmulti.training.state.user_lines import is_module_of_user, is_of_library
 
@@ -31,6 +33,9 @@ PARTS_OF_KERAS = (
     *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
     *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
 )
+# Classes of Python whose attributes are the user's.
+_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
+_Cached = type(functools.cache(len))
 _STEPS = ("train_step", "test_step", "predict_step")
 # Methods that Keras or Python calls by themselves, but while no step runs.
 _OUTSIDE_OF_STEPS = frozenset(
@@ -85,26 +90,27 @@ class StepCode:
         self._methods: dict[str, list[types.FunctionType]] = {}
         self._to_read: list[types.FunctionType] = []
         self._searched: dict[int, Any] = {}
-        of_classes: set[Any] = set()
+        # Objects of the model are no owners.
+        self._of_model = {id(owner) for owner in found.objects}
         for cls in {type(owner): None for owner in found.objects}:
-            of_classes.update(function for _, function in self._meet(cls))
-        held = [function for function in found.functions if function not in of_classes]
-        self._to_read += [
-            f for f in held + found.bound if not is_of_library(f.__code__.co_filename)
-        ]
+            self._meet(cls)
+        for owner in found.objects:
+            for name, value in attributes_of(owner):
+                self._reach(value, name, None)
         self._follow()
 
-    def _meet(self, cls: type) -> list[tuple[str, types.FunctionType]]:
-        """Notes the methods of a class of the user's own, and returns all methods by name."""
-        pairs = relocation.methods_of_class(cls)
-        methods = [(n, f) for n, f in pairs if isinstance(f, types.FunctionType)]
-        is_own = issubclass(cls, PARTS_OF_KERAS) or not _is_installed(cls)
-        for name, function in methods if is_own else ():
+    def _meet(self, cls: type) -> None:
+        """Notes the methods of a class of the user's own."""
+        if not issubclass(cls, PARTS_OF_KERAS) and _is_installed(cls):
+            return
+        for name, method in relocation.methods_of_class(cls):
+            function = _python_function(method)
+            if not isinstance(function, types.FunctionType):
+                continue
             if name in self.names or self._is_called_by_itself(cls, name):
                 self._to_read.append(function)
             else:
                 self._methods.setdefault(name, []).append(function)
-        return methods
 
     def _is_called_by_itself(self, cls: type, name: str) -> bool:
         """Returns whether Keras or Python may call a method in a step without its name."""
@@ -118,7 +124,9 @@ class StepCode:
 
     def _follow(self) -> None:
         """Reads functions until none of them names or reaches anything new."""
-        while self._to_read:
+        owners = -1
+        while self._to_read or owners != len(self.owners):
+            owners = len(self.owners)
             while self._to_read:
                 self._read(self._to_read.pop(0))
             for value, name, reader in list(self.owners.values()):
@@ -137,10 +145,15 @@ class StepCode:
         for name, value in outside(function).items():
             self._reach(value, name, function)
 
-    def _reach(self, value: Any, name: str, reader: types.FunctionType, depth: int = 0) -> None:
-        """Notes what a function can reach: other functions, and objects of the user's own."""
+    def _reach(self, value: Any, name: str, reader: Any, depth: int = 0) -> None:
+        """Notes what a function can reach: other functions, and objects of the user's own.
+
+        Without a function, `reader` is None, and the value is a part of the model. Its objects are
+        known already, so only functions are noted.
+        """
         if type(value) in weakref.ProxyTypes:
             return
+        value = _python_function(value)
         if isinstance(value, types.MethodType):
             self._reach(value.__self__, name, reader, depth)
             value = value.__func__
@@ -157,10 +170,14 @@ class StepCode:
                 for key, item in list(pairs):
                     words = f"{name}[{relocation.key_in_words(key)}]"
                     self._reach(item, words, reader, depth + 1)
-        elif id(value) not in self.owners and _is_of_user(value):
+        elif reader is not None and not self._knows(value) and _is_of_user(value):
             self.owners[id(value)] = Owner(value, name, reader)
             if not isinstance(value, _Module):
                 self._meet(value if isinstance(value, type) else type(value))
+
+    def _knows(self, value: Any) -> bool:
+        """Returns whether an object is a part of the model, or among the owners."""
+        return id(value) in self._of_model or id(value) in self.owners
 
     def uses(self, module: _Module, generator: type) -> bool:
         """Returns whether a function reaches a module of random numbers, or what it has imported.
@@ -170,43 +187,31 @@ class StepCode:
             generator: the type of the object whose methods are the functions of the module.
         """
         for function in self.functions:
-            values = outside(function).values()
-            modules = [*filter(_is_module, values), *_imported_by(function.__code__)]
-            parts = [vars(m).get(n) for m in modules for n in function.__code__.co_names]
-            owners = [getattr(v, "__self__", None) for v in values if isinstance(v, FUNCTIONS)]
-            if module in [*modules, *filter(_is_module, parts)]:
+            functions = [v for v in outside(function).values() if isinstance(v, FUNCTIONS)]
+            if any(isinstance(getattr(f, "__self__", None), generator) for f in functions):
                 return True
-            if any(isinstance(owner, generator) for owner in owners):
+            if any(value is module for _, _, value in _named(function)):
                 return True
         return False
 
     def makes_parts_of_keras(self) -> bool:
-        """Returns whether a function may make a layer, an initializer or the like."""
-        names = _names_of_parts()
-        return any(names & relocation.names_in(function.__code__) for function in self.functions)
+        """Returns whether a function may make a layer or an initializer, which draw seeds."""
+        kinds = (keras.layers.Layer, keras.Initializer, keras.random.SeedGenerator)
+        values = (value for f in self.functions for _, _, value in _named(f))
+        return any(isinstance(value, type) and issubclass(value, kinds) for value in values)
 
     def attributes_of(self, owner: Any) -> dict[str, Any]:
         """Returns those attributes of an object, a class or a module that the functions name."""
         return {name: value for name, value in _attributes(owner).items() if name in self.names}
 
 
-@functools.cache
-def _names_of_parts() -> frozenset[str]:
-    """Returns the names of Keras' classes that draw a seed, and of the modules that have them."""
-    modules = (keras.layers, keras.initializers)
-    names = (n for module in modules for n, v in vars(module).items() if isinstance(v, type))
-    return frozenset({"layers", "initializers", "SeedGenerator", *names})
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, _Module)
-
-
-def _imported_by(code: types.CodeType) -> Iterator[_Module]:
-    """Yields the modules that a function imports while it runs."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME" and instruction.argval in sys.modules:
-            yield sys.modules[instruction.argval]
+def _python_function(value: Any) -> Any:
+    """Returns the function that a decorator has wrapped, or the value itself."""
+    if hasattr(type(value), "python_function"):
+        return value.python_function
+    is_callable = isinstance(value, (types.FunctionType, _Cached))
+    wrapped = vars(value).get("__wrapped__") if is_callable else None
+    return value if wrapped is None else wrapped
 
 
 def outside(function: types.FunctionType) -> dict[str, Any]:
@@ -224,7 +229,7 @@ def outside(function: types.FunctionType) -> dict[str, Any]:
         # An empty cell raises ValueError.
         with contextlib.suppress(ValueError):
             values[name] = cell.cell_contents
-    return values
+    return {n: value for n, value in values.items() if type(value) not in weakref.ProxyTypes}
 
 
 def values_of_classes(cls: type) -> dict[str, Any]:
@@ -238,34 +243,51 @@ def names_read(function: types.FunctionType) -> frozenset[str]:
 
     Attributes of libraries, such as `mean` in `keras.ops.mean`, are left out.
     """
-    code, of_module = function.__code__, function.__globals__
-    modules = (n for n in relocation.globals_in(code) if isinstance(of_module.get(n), _Module))
-    libraries = frozenset(n for n in modules if not is_module_of_user(of_module[n]))
-    texts = relocation.names_in(code) - _all_names(code)
-    return _names_beside(code, libraries) | texts
+    by_code = {name for name, *_ in _named(function)}
+    names = {n for n, module, _ in _named(function) if module is None or is_module_of_user(module)}
+    return frozenset(names) | (relocation.names_in(function.__code__) - by_code)
+
+
+def _named(function: types.FunctionType) -> Iterator[tuple[str, _Module | None, Any]]:
+    """Yields each name in the code of a function, the module before it, and the name's value.
+
+    For `np.random.rand` these are `np`, `random` on NumPy, and `rand` on `numpy.random`. The value
+    is None unless it is a global, a module that is imported here, or on a module.
+    """
+    for is_global, names in _chains_of(function.__code__):
+        module: _Module | None = None
+        for position, name in enumerate(names):
+            value = vars(module).get(name) if module is not None else None
+            if is_global and not position:
+                value = function.__globals__.get(name, sys.modules.get(name))
+            yield name, module, value
+            module = value if issubclass(type(value), _Module) else None
 
 
 @functools.cache
-def _names_beside(code: types.CodeType, libraries: frozenset[str]) -> frozenset[str]:
-    """Returns the names in a code without those that follow on a library, as in `tf.math.log`."""
-    names: set[str] = set()
-    is_of_library = False
+def _chains_of(code: types.CodeType) -> list[tuple[bool, list[str]]]:
+    """Returns the names in a code and the functions in it, those that follow on a global together.
+
+    In `self.net(np.mean(x))` these are `[(False, ["net"]), (True, ["np", "mean"])]`. True says that
+    the first name is a global or an import.
+    """
+    chains: list[tuple[bool, list[str]]] = []
+    follows = False
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            is_of_library = instruction.argval in libraries
-        elif instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            is_of_library = False
-        if instruction.argval in code.co_names and not is_of_library:
-            names.add(instruction.argval)
-    inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(names).union(*(_names_beside(part, libraries) for part in inside))
-
-
-@functools.cache
-def _all_names(code: types.CodeType) -> frozenset[str]:
-    """Returns all names of a code, and of the functions in it."""
-    inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    return frozenset(code.co_names).union(*map(_all_names, inside))
+        name, kind = instruction.argval, instruction.opname
+        is_name = isinstance(name, str) and name in code.co_names
+        is_global = is_name and kind in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
+        if is_name and follows and kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            chains[-1][1].append(name)
+        elif is_name:
+            chains.append((is_global, [name]))
+            follows = is_global
+        else:
+            follows = False
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            chains += _chains_of(part)
+    return chains
 
 
 def _is_installed(cls: type) -> bool:
@@ -281,8 +303,7 @@ def _is_of_user(value: Any) -> bool:
     if isinstance(value, (*FUNCTIONS, *PARTS_OF_KERAS)) or not relocation.has_attributes(value):
         return False
     own = classes_of_user(value if isinstance(value, type) else type(value))
-    # The attributes of a `types.SimpleNamespace` are the user's.
-    return any(issubclass(c, types.SimpleNamespace) or not _is_installed(c) for c in own)
+    return any(issubclass(c, _SETTINGS) or not _is_installed(c) for c in own)
 
 
 def _attributes(owner: Any) -> Mapping[str, Any]:

@@ -79,6 +79,7 @@ class TracedStep:
         agreed: the steps of which several workers have agreed whether that is so.
         values: for each step the values in Python that its last trace may have read.
         changed: the names of the values in Python that traces of steps change.
+        draws: for each eager step whether it may draw from Python's generator.
         batches: for each step how many times it was called for one batch.
         compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
@@ -96,6 +97,7 @@ class TracedStep:
     agreed: set[str] = field(default_factory=set)
     values: dict[str, KeptValues] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    draws: dict[str, bool] = field(default_factory=dict)
     batches: Counter[str] = field(default_factory=Counter)
     compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False

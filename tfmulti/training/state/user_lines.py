@@ -41,7 +41,8 @@ def is_of_library(file: str) -> bool:
 
 def is_module_of_user(value: Any) -> bool:
     """Returns whether a value is a module of the user's program."""
-    if not isinstance(value, types.ModuleType):
+    # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
+    if not issubclass(type(value), types.ModuleType):
         return False
     # A module without a file is part of Python.
     file = getattr(value, "__file__", None)

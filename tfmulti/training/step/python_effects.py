@@ -27,9 +27,7 @@ from tfmulti.training.state.kept_values import KeptValues
 from tfmulti.training.state.step_code import StepCode
 from tfmulti.training.state.trainer_state import state_of
 
-# The kinds of values that `python_attributes.first_change` does not tell.
-_UNTOLD = ("bool", "set", "collection")
-# So many calls for one batch compare the values, and then each call whose number it divides.
+# So many calls for one batch compare the values. Afterwards every tenth call compares them.
 _ALWAYS_COMPARED = 10
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -39,8 +37,8 @@ class PythonEffects:
 
     Attributes:
         attributes: the numbers and texts of the user's objects before the step.
-        has_any: whether the step has changed values in Python, or has drawn numbers there. It is
-            known as soon as the step has ended.
+        has_any: whether the step has changed values in Python, or may draw numbers there. It is
+            known as soon as the step has ended, and is the same on all workers.
     """
 
     def __init__(self, model: keras.Model, step: str, found: relocation.State) -> None:
@@ -56,11 +54,15 @@ class PythonEffects:
         self.has_any = False
         self._random_state = random.getstate()
         self._values = None if model.run_eagerly else KeptValues(found, step)
-        code = StepCode(found, step) if self._values is None else self._values.code
-        # Keras draws a seed from Python's generator for a layer that the step makes.
-        self._draws = code.uses(random, random.Random) or code.makes_parts_of_keras()
         self._read_state: dict[str, Callable[[], Any]] = {}
-        if self._values is not None:
+        if self._values is None:
+            known = state_of(model).traced.draws
+            if step not in known:
+                known[step] = _draws_in_python(StepCode(found, step))
+            self._draws = known[step]
+        else:
+            code = self._values.code
+            self._draws = _draws_in_python(code)
             own = self._values.of_types(_GENERATORS)
             self._read_state |= {n: functools.partial(_state_of, g) for n, g in own.items()}
             # Another thread may draw from the global generators, too, such as a Dataset's.
@@ -111,14 +113,14 @@ class PythonEffects:
             return
         traces.append(self.attributes)
         traced = state_of(self._model).traced
-        kinds = self._values.changed()
-        traced.changed.update(kinds)
+        all_changed = self._values.changed()
+        other = self._values.first_untold()
+        traced.changed.update(all_changed)
         traced.values[self._step] = KeptValues(self._found, self._step)
         changed = python_attributes.first_change(self.attributes)
-        other = next((name for name, kind in kinds.items() if kind in _UNTOLD), None)
-        draws = self._draws and random.getstate() != self._random_state
         drawn_from = [name for name, s in self._states_now().items() if s != self._states[name]]
-        self.has_any = bool(changed or other or draws or drawn_from)
+        # The states of generators may differ between workers, since threads may draw, too.
+        self.has_any = bool(changed or all_changed or self._draws or self._read_state)
         if placement_of(self._model.distribute_strategy).is_chief:
             # A comparison with one device shows whether the others matter.
             changed = changed or (None if traced.is_compared_now else other)
@@ -135,8 +137,8 @@ class PythonEffects:
         if changed is not None:
             warnings.warn(
                 f"the {step} changes {changed} in Python. A compiled step does so only while it is "
-                "traced, and tfmulti traces at other times than plain Keras. Count in a variable "
-                "(self.add_weight).",
+                "traced, and tfmulti traces at other times than plain Keras. Keep the value in a "
+                "variable (self.add_weight).",
                 stacklevel=2,
             )
             return
@@ -158,6 +160,14 @@ class PythonEffects:
                 "than plain Keras. Draw by keras.random.",
                 stacklevel=2,
             )
+
+
+def _draws_in_python(code: StepCode) -> bool:
+    """Returns whether a step may draw from Python's generator.
+
+    Keras draws a seed from it for a layer that the step makes.
+    """
+    return code.uses(random, random.Random) or code.makes_parts_of_keras()
 
 
 def warn_of_old_values(model: keras.Model, step: str, *, is_batch: bool = False) -> None:
