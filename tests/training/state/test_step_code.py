@@ -58,7 +58,17 @@ def scaled_by_a_global(x: Any) -> Any:
     return x * FACTOR
 
 
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(x: Any) -> Any:
+        return function(x) * WRAPPER
+
+    return call
+
+
 cached = functools.cache(scaled_by_a_global)
+decorated = doubled(scaled_by_a_global)
+WRAPPER: Any = None
 # `fresh` makes all of them anew for each test.
 FACTOR: Any = None
 config: Any = None
@@ -75,6 +85,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     model = types.SimpleNamespace(encoder=types.SimpleNamespace(rate=0.1))
     made = {
         "FACTOR": 2.0,
+        "WRAPPER": 2.0,
         "config": Config(),
         "by_name": {"test": [Config()]},
         "table": collections.UserDict(rate=1.0),
@@ -114,7 +125,7 @@ class Step(keras.Model):
         values = [getattr(config, name) for name in ("by_text", "power")]
         values += [config[0], config(1), config.of_class(), config.with_global(), self.sizes]
         values += [by_name["test"][0].rate, table["rate"], scaled]
-        values += [settings.model.encoder.rate, arguments.rate, cached(1)]
+        values += [settings.model.encoder.rate, arguments.rate, cached(1), decorated(1)]
         values += [operator.attrgetter("by_getter")(config), keras.ops.mean(data)]
         return values, total(data, config)
 
@@ -150,6 +161,7 @@ class Drop(keras.layers.Dropout):
         (lambda m: setattr(Step, "sizes", (9,)), "Step.sizes of"),
         (lambda m: setattr(m.drop, "rate", 0.9), "Drop.rate of"),
         (lambda m: vars(settings.model.encoder).update(rate=9.0), "settings.model.encoder.rate,"),
+        (lambda m: globals().update(WRAPPER=9.0), "WRAPPER, which "),
         (lambda m: vars(arguments).update(rate=9.0), "arguments.rate, which"),
         (lambda m: vars(config).update(never=9.0), None),
         (lambda m: globals().update(UNREAD=9.0), None),

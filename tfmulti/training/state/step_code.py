@@ -104,13 +104,11 @@ class StepCode:
         if not issubclass(cls, PARTS_OF_KERAS) and _is_installed(cls):
             return
         for name, method in relocation.methods_of_class(cls):
-            function = _python_function(method)
-            if not isinstance(function, types.FunctionType):
-                continue
+            functions = [f for f in _with_wrapped(method) if isinstance(f, types.FunctionType)]
             if name in self.names or self._is_called_by_itself(cls, name):
-                self._to_read.append(function)
+                self._to_read += functions
             else:
-                self._methods.setdefault(name, []).append(function)
+                self._methods.setdefault(name, []).extend(functions)
 
     def _is_called_by_itself(self, cls: type, name: str) -> bool:
         """Returns whether Keras or Python may call a method in a step without its name."""
@@ -153,7 +151,9 @@ class StepCode:
         """
         if type(value) in weakref.ProxyTypes:
             return
-        value = _python_function(value)
+        value, *wrapped = _with_wrapped(value)
+        for inner in wrapped:
+            self._reach(inner, name, reader, depth)
         if isinstance(value, types.MethodType):
             self._reach(value.__self__, name, reader, depth)
             value = value.__func__
@@ -205,13 +205,12 @@ class StepCode:
         return {name: value for name, value in _attributes(owner).items() if name in self.names}
 
 
-def _python_function(value: Any) -> Any:
-    """Returns the function that a decorator has wrapped, or the value itself."""
+def _with_wrapped(value: Any) -> list[Any]:
+    """Returns a value, and the function in it if it is what a decorator has returned."""
     if hasattr(type(value), "python_function"):
-        return value.python_function
-    is_callable = isinstance(value, (types.FunctionType, _Cached))
-    wrapped = vars(value).get("__wrapped__") if is_callable else None
-    return value if wrapped is None else wrapped
+        return [value.python_function]
+    is_decorated = isinstance(value, (types.FunctionType, _Cached)) and "__wrapped__" in vars(value)
+    return [value, value.__wrapped__] if is_decorated else [value]
 
 
 def outside(function: types.FunctionType) -> dict[str, Any]:
