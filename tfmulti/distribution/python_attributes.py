@@ -31,7 +31,7 @@ def read(objects: Iterable[Any]) -> Attributes:
 
     An object whose own `build` has not run is left out, because `build` may set its numbers.
     """
-    return [(owner, numbers_of(owner)) for owner in objects if not _is_to_be_built(owner)]
+    return [(owner, _numbers_of(owner)) for owner in objects if not _is_to_be_built(owner)]
 
 
 def classes_of_user(cls: type) -> tuple[type, ...]:
@@ -73,11 +73,20 @@ def set_value(owner: Any, name: str, value: Any) -> None:
         vars(owner)[name] = value
 
 
-def numbers_of(owner: Any) -> dict[str, Any]:
-    """Returns the numbers and texts that an object has by itself or by the user's classes."""
-    own = classes_of_user(type(owner))[::-1]
-    values = {name: v for part in own for name, v in vars(part).items()} | values_of(owner)
-    kinds = (int, float, str)
+def values_of_classes(cls: type) -> dict[str, Any]:
+    """Returns the attributes that the user's classes give a class, without special ones."""
+    pairs = (item for part in classes_of_user(cls)[::-1] for item in vars(part).items())
+    return {name: value for name, value in pairs if not name.startswith("__")}
+
+
+def all_values_of(owner: Any) -> dict[str, Any]:
+    """Returns the attributes that an object has by itself or by the user's classes."""
+    return values_of_classes(type(owner)) | values_of(owner)
+
+
+def _numbers_of(owner: Any) -> dict[str, Any]:
+    """Returns the numbers and texts among `all_values_of`, without special attributes."""
+    values, kinds = all_values_of(owner), (int, float, str)
     return {
         name: value
         for name, value in values.items()

@@ -188,8 +188,7 @@ def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
     change(layer.sizes)
     after = KeptValues(relocation.find(layer), "train_step")
     name = f"Configured.sizes of {layer.name!r}"
-    assert before.changed() == [name]
-    assert before.first_untold() == name
+    assert before.changed() == ([name], name)
     change(layer.sizes)
     layer.sizes[0] += 1
     assert after.first_new([name]) is None

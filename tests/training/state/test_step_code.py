@@ -232,7 +232,7 @@ def test_an_object_that_cannot_be_compared_is_left_alone(make: Callable[[], Any]
     model = Reads()
     kept = KeptValues(relocation.find(model), "train_step")
     assert kept.first_new([]) is None
-    assert not kept.changed()
+    assert kept.changed() == ([], None)
 
 
 def test_a_table_of_pandas_is_compared_without_its_own_code() -> None:

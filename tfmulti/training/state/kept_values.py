@@ -22,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.distribution.python_attributes import (
+    all_values_of,
     attributes_of_keras,
     classes_of_user,
-    values_of,
 )
 from tfmulti.training.state import relocation, step_code
 from tfmulti.training.state.step_code import FUNCTIONS, PARTS_OF_KERAS, Owner, StepCode
@@ -113,20 +113,18 @@ class KeptValues:
                 found |= {kept.words(name).rstrip(","): item for item in items}
         return found
 
-    def changed(self) -> list[str]:
-        """Returns the names in words of all values that differ from the copies."""
-        return [words for words, *_ in self._changes()]
+    def changed(self) -> tuple[list[str], str | None]:
+        """Returns the values that differ from the copies.
 
-    def first_untold(self) -> str | None:
-        """Returns the first value that differs, of those that `first_change` leaves out.
-
-        `python_attributes.first_change` leaves out values outside of the model, Booleans and
-        collections.
+        Returns:
+            The names in words of all such values. And the first one that
+            `python_attributes.first_change` does not tell, or None: a value outside of the model, a
+            Boolean or a collection.
         """
         untold = ("bool", "set", "collection")
-        changes = self._changes()
-        names = (words for words, kind, is_outside in changes if is_outside or kind in untold)
-        return next((name.rstrip(",") for name in names), None)
+        changes = list(self._changes())
+        others = (words for words, kind, is_outside in changes if is_outside or kind in untold)
+        return [words for words, *_ in changes], next((name.rstrip(",") for name in others), None)
 
     def first_new(self, ignored: Container[str]) -> str | None:
         """Returns the first value that differs from its copy, or None.
@@ -176,7 +174,7 @@ def _attributes(owner: Any, named: set[str]) -> dict[str, Any]:
     """
     kind: type = type(owner)
     own = classes_of_user(kind)
-    values = {**step_code.values_of_classes(kind), **values_of(owner)}
+    values = all_values_of(owner)
     ignored = attributes_of_keras()
 
     def may_be_read(name: str, value: Any) -> bool:

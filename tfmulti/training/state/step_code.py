@@ -20,7 +20,11 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfmulti.distribution.python_attributes import classes_of_user, values_of
+from tfmulti.distribution.python_attributes import (
+    all_values_of,
+    classes_of_user,
+    values_of_classes,
+)
 from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.keras_patches.variables import attributes_of
 from tfmulti.training.state import relocation
@@ -67,7 +71,7 @@ class Owner(NamedTuple):
 
 
 class StepCode:
-    """The functions that a step may call, and what they may read.
+    """Knows which functions a step may call, and which objects these functions may read.
 
     Attributes:
         functions: the user's functions and methods.
@@ -132,7 +136,7 @@ class StepCode:
                     self._reach(inner, f"{name}.{attribute}", reader)
 
     def _read(self, function: types.FunctionType) -> None:
-        """Notes a function, the names in its code, and what it reaches by them."""
+        """Notes a function, the names in its code, and the values that the function reaches."""
         if function in self.functions:
             return
         self.functions[function] = None
@@ -180,7 +184,7 @@ class StepCode:
         return id(value) in self._of_model or id(value) in self.owners
 
     def uses(self, module: _Module, generator: type) -> bool:
-        """Returns whether a function reaches a module of random numbers, or what it has imported.
+        """Returns whether a step may draw random numbers by a module or by its functions.
 
         Args:
             module: the module, such as `random`.
@@ -231,12 +235,6 @@ def outside(function: types.FunctionType) -> dict[str, Any]:
     return {n: value for n, value in values.items() if type(value) not in weakref.ProxyTypes}
 
 
-def values_of_classes(cls: type) -> dict[str, Any]:
-    """Returns the attributes that the user's classes give a class, without special ones."""
-    pairs = (item for part in classes_of_user(cls)[::-1] for item in vars(part).items())
-    return {name: value for name, value in pairs if not name.startswith("__")}
-
-
 def names_read(function: types.FunctionType) -> frozenset[str]:
     """Returns the globals and attributes that a function, and the functions in it, name.
 
@@ -265,10 +263,11 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, _Module | None, 
 
 @functools.cache
 def _chains_of(code: types.CodeType) -> list[tuple[bool, list[str]]]:
-    """Returns the names in a code and the functions in it, those that follow on a global together.
+    """Returns the names in a code and in the functions inside it, in lists.
 
-    In `self.net(np.mean(x))` these are `[(False, ["net"]), (True, ["np", "mean"])]`. True says that
-    the first name is a global or an import.
+    The attributes that follow on a global are in the list of that global. A list comes with True if
+    its first name is a global or an import. In `self.net(np.mean(x))` the lists are
+    `[(False, ["net"]), (True, ["np", "mean"])]`.
     """
     chains: list[tuple[bool, list[str]]] = []
     follows = False
@@ -311,8 +310,7 @@ def _attributes(owner: Any) -> Mapping[str, Any]:
         return vars(owner)
     if isinstance(owner, type):
         return values_of_classes(owner)
-    kind: type = type(owner)
-    return {**values_of_classes(kind), **values_of(owner)}
+    return all_values_of(owner)
 
 
 def names_of_classes(cls: type, bases: tuple[type, ...]) -> Iterator[str]:

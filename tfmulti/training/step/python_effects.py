@@ -113,8 +113,7 @@ class PythonEffects:
             return
         traces.append(self.attributes)
         traced = state_of(self._model).traced
-        all_changed = self._values.changed()
-        other = self._values.first_untold()
+        all_changed, other = self._values.changed()
         traced.changed.update(all_changed)
         traced.values[self._step] = KeptValues(self._found, self._step)
         changed = python_attributes.first_change(self.attributes)
