@@ -66,6 +66,35 @@ def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class Installed:
+    """Settings of an installed package, which have the methods of a dict."""
+
+    __module__ = "pytest"
+
+    def __init__(self) -> None:
+        self.rate, self.hidden = 0.1, {"power": 1}
+
+    def keys(self) -> Any:
+        return self.hidden.keys()
+
+    def items(self) -> Any:
+        return self.hidden.items()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.hidden[name]
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Attribute:
+    """An object of an installed package that is no dict."""
+
+    __module__ = "pytest"
+    rate = 0.1
+    never = 0.1
+
+
 cached = functools.cache(scaled_by_a_global)
 decorated = doubled(scaled_by_a_global)
 WRAPPER: Any = None
@@ -77,13 +106,15 @@ table: Any = None
 scaled: Any = None
 settings: Any = None
 arguments: Any = None
+installed: Any = None
+attribute: Any = None
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the objects that the steps read, and puts the attributes of classes back afterwards."""
     model = types.SimpleNamespace(encoder=types.SimpleNamespace(rate=0.1))
-    made = {
+    made: dict[str, Any] = {
         "FACTOR": 2.0,
         "WRAPPER": 2.0,
         "config": Config(),
@@ -92,16 +123,20 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         "scaled": functools.partial(operator.mul, [1.0]),
         "settings": types.SimpleNamespace(model=model),
         "arguments": argparse.Namespace(rate=0.1),
+        "installed": Installed(),
+        "attribute": Attribute(),
     }
     for name, value in made.items():
         monkeypatch.setitem(globals(), name, value)
     made["config"].mask_value = 0.0
     monkeypatch.setattr(Config, "shared", 1.0)
     monkeypatch.setattr(Step, "sizes", (1, 2))
+    monkeypatch.setattr(total, "rate", 0.1, raising=False)
+    monkeypatch.setattr(total, "never", 0.1, raising=False)
 
 
 def total(values: Any, settings: Any) -> Any:
-    return values * settings.rate
+    return values * settings.rate * getattr(total, "rate", 1.0)
 
 
 UNREAD = 1.0
@@ -119,7 +154,8 @@ class Step(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         makes_a_part()
-        self.drop = Drop(0.5)
+        self.drop, self.held, self.weight_a, self.a_rate = Drop(0.5), Attribute(), 1, 1
+        self.weights_of_a = 1
 
     def train_step(self, data: Any) -> Any:
         values = [getattr(config, name) for name in ("by_text", "power")]
@@ -127,6 +163,10 @@ class Step(keras.Model):
         values += [by_name["test"][0].rate, table["rate"], scaled]
         values += [settings.model.encoder.rate, arguments.rate, cached(1), decorated(1)]
         values += [operator.attrgetter("by_getter")(config), keras.ops.mean(data)]
+        values += [installed["power"], attribute.rate, self.held.rate]
+        values += [
+            getattr(self, kind) for name in "a" for kind in ("weight_" + name, f"{name}_rate")
+        ]
         return values, total(data, config)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> Any:
@@ -163,6 +203,16 @@ class Drop(keras.layers.Dropout):
         (lambda m: vars(settings.model.encoder).update(rate=9.0), "settings.model.encoder.rate,"),
         (lambda m: globals().update(WRAPPER=9.0), "WRAPPER, which "),
         (lambda m: vars(arguments).update(rate=9.0), "arguments.rate, which"),
+        (lambda m: installed.hidden.update(power=9), "installed, which Step.train_step reads,"),
+        (lambda m: setattr(attribute, "rate", 9.0), "attribute.rate, which Step.train_step reads,"),
+        (lambda m: setattr(m.held, "rate", 9.0), "Attribute.rate"),
+        (lambda m: setattr(total, "rate", 9.0), "total.rate, which"),
+        (lambda m: setattr(m, "weight_a", 9.0), "Step.weight_a of"),
+        (lambda m: setattr(m, "a_rate", 9.0), "Step.a_rate of"),
+        (lambda m: setattr(m, "weights_of_a", 9.0), None),
+        (lambda m: setattr(attribute, "never", 9.0), None),
+        (lambda m: setattr(m.held, "never", 9.0), None),
+        (lambda m: setattr(total, "never", 9.0), None),
         (lambda m: vars(config).update(never=9.0), None),
         (lambda m: globals().update(UNREAD=9.0), None),
         (lambda m: vars(config).update(mean=9.0), None),

@@ -82,7 +82,7 @@ class KeptValues:
         self.code = code = StepCode(found, step)
         part = functools.partial
         of_model: list[_Reader] = [
-            *((part(_attributes, o, code.names), part(_of, o)) for o in found.objects),
+            *((part(_attributes, o, code), part(_of, o)) for o in found.objects),
             *((part(_rules_of_variable, v), part(_of, v)) for v in found.variables),
         ]
         outside: list[_Reader] = [
@@ -166,7 +166,7 @@ def _of_owner(owner: Owner, name: str) -> str:
     return _read_by(owner.reader, f"{owner.name}.{name}")
 
 
-def _attributes(owner: Any, named: set[str]) -> dict[str, Any]:
+def _attributes(owner: Any, code: StepCode) -> dict[str, Any]:
     """Returns the attributes of an object that a step may read.
 
     Of an object of the user's own these are the ones that are named by the functions of steps. Of a
@@ -181,7 +181,7 @@ def _attributes(owner: Any, named: set[str]) -> dict[str, Any]:
         # TensorFlow counts in an attribute with `_self_` how often a checkpoint was written.
         if name in ignored or name.startswith("_self_" if own else "_"):
             return name in _BEHIND_PROPERTIES
-        if own and name in named:
+        if own and code.may_read(name):
             return True
         is_data = isinstance(value, (np.ndarray, list, tuple, dict, set))
         return not is_data and name in _named_by_keras(kind)
@@ -253,10 +253,14 @@ def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
         return ("set", frozenset(value)) if plain else None
     if isinstance(value, functools.partial):
         return _copied([value.func, value.args, value.keywords], depth)
-    if isinstance(value, (list, tuple, Mapping, collections.deque)):
+    # A class of settings may have the methods of a dict without being one.
+    is_mapping = isinstance(value, Mapping) or all(
+        hasattr(type(value), name) for name in ("keys", "items", "__getitem__", "__len__")
+    )
+    if is_mapping or isinstance(value, (list, tuple, collections.deque)):
         if depth == _DEEPEST:
             return None
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        pairs = value.items() if is_mapping else enumerate(value)
         some = list(itertools.islice(pairs, 0, None, _stride(len(value), _MOST_ENTRIES)))
         keys = [key if isinstance(key, (str, int, float)) else _Same(key) for key, _ in some]
         items = [_comparable(item, depth + 1) for _, item in some]

@@ -288,11 +288,21 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     A function that calls `getattr` or `vars` may give the name as a text.
     """
     inside = (part for part in code.co_consts if isinstance(part, types.CodeType))
-    names = frozenset(code.co_names).union(*map(names_in, inside))
-    by_text = {"getattr", "hasattr", "vars", "__dict__", "attrgetter"}
-    constants = [c if isinstance(c, (tuple, frozenset)) else (c,) for c in code.co_consts]
-    texts = (text for some in constants for text in some if isinstance(text, str))
-    return names.union(texts) if names & by_text else names
+    return frozenset(code.co_names).union(*map(names_in, inside)) | texts_in(code)
+
+
+def texts_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the texts in a code, and in the functions inside it, if it calls `getattr` or `vars`.
+
+    They are names of attributes, or parts of names: `getattr(self, f"rate_{kind}")` has `rate_`.
+    """
+    inside = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    names = frozenset(code.co_names).union(*(part.co_names for part in inside))
+    texts = frozenset[str]().union(*map(texts_in, inside))
+    if names & {"getattr", "hasattr", "vars", "__dict__", "attrgetter"}:
+        constants = [c if isinstance(c, (tuple, frozenset)) else (c,) for c in code.co_consts]
+        texts |= {text for some in constants for text in some if isinstance(text, str)}
+    return texts
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any, dict[str, Any]]]:

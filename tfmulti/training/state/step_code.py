@@ -8,7 +8,6 @@ global `config`. An attribute counts as read if one of these functions names it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dis
 import functools
@@ -37,8 +36,6 @@ PARTS_OF_KERAS = (
     *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
     *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
 )
-# Classes of Python whose attributes are the user's.
-_SETTINGS = (types.SimpleNamespace, argparse.Namespace)
 _Cached = type(functools.cache(len))
 _STEPS = ("train_step", "test_step", "predict_step")
 # Methods that Keras or Python calls by themselves, but while no step runs.
@@ -88,6 +85,9 @@ class StepCode:
         """
         self.functions: dict[types.FunctionType, None] = {}
         self.names: set[str] = set()
+        # Texts from which the functions may put names of attributes together.
+        self._beginnings: tuple[str, ...] = ()
+        self._ends: tuple[str, ...] = ()
         self.owners: dict[int, Owner] = {}
         self._step = step
         # The methods that no function has named so far.
@@ -142,6 +142,9 @@ class StepCode:
         self.functions[function] = None
         names = names_read(function) - self.names
         self.names |= names
+        texts = [text for text in relocation.texts_in(function.__code__) if len(text) > 1]
+        self._beginnings += tuple(text for text in texts if text.endswith("_"))
+        self._ends += tuple(text for text in texts if text.startswith("_"))
         for name in names & self._methods.keys():
             self._to_read += self._methods.pop(name)
         for name, value in outside(function).items():
@@ -162,8 +165,13 @@ class StepCode:
             self._reach(value.__self__, name, reader, depth)
             value = value.__func__
         if isinstance(value, types.FunctionType):
-            if value not in self.functions and not is_of_library(value.__code__.co_filename):
+            if is_of_library(value.__code__.co_filename):
+                return
+            if value not in self.functions:
                 self._to_read.append(value)
+            # A function may have attributes, such as `penalty.rate`.
+            if reader is not None and vars(value):
+                self.owners.setdefault(id(value), Owner(value, name, reader))
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._reach(part, name, reader, depth)
@@ -206,7 +214,12 @@ class StepCode:
 
     def attributes_of(self, owner: Any) -> dict[str, Any]:
         """Returns those attributes of an object, a class or a module that the functions name."""
-        return {name: value for name, value in _attributes(owner).items() if name in self.names}
+        return {name: value for name, value in _attributes(owner).items() if self.may_read(name)}
+
+    def may_read(self, name: str) -> bool:
+        """Returns whether a function names an attribute, or may put its name together."""
+        is_named = name in self.names
+        return is_named or name.startswith(self._beginnings) or name.endswith(self._ends)
 
 
 def _with_wrapped(value: Any) -> list[Any]:
@@ -295,13 +308,15 @@ def _is_installed(cls: type) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Returns whether a value is a module, a class or an object of the user's own."""
+    """Returns whether a value is a module or a class of the user's own, or another object."""
     if isinstance(value, _Module):
         return is_module_of_user(value)
     if isinstance(value, (*FUNCTIONS, *PARTS_OF_KERAS)) or not relocation.has_attributes(value):
         return False
-    own = classes_of_user(value if isinstance(value, type) else type(value))
-    return any(issubclass(c, _SETTINGS) or not _is_installed(c) for c in own)
+    if isinstance(value, type):
+        return any(not _is_installed(c) for c in classes_of_user(value))
+    # An object of an installed package has attributes that the user sets, too, such as settings.
+    return bool(classes_of_user(type(value)))
 
 
 def _attributes(owner: Any) -> Mapping[str, Any]:
