@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -191,3 +191,61 @@ def test_fit_says_that_xla_of_plain_keras_draws_other_numbers(
         assert told.count("XLA, its default on GPUs, draws other ones") == count
     compiled(rate=0.5, jit_compile=False).fit(X, X, verbose=2)
     assert "XLA" not in capsys.readouterr().out
+
+
+class Rows(keras.metrics.Metric):
+    """Counts rows, and returns the variable of the count, or a tensor."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__(name="rows")
+        self.returns, self.count = returns, self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(keras.ops.cast(keras.ops.shape(y)[0], "float32"))
+
+    def result(self) -> Any:
+        found: dict[str, Callable[[], Any]] = {
+            "variable": lambda: self.count,
+            "value": lambda: self.count.value,
+            "in a dict": lambda: {"rows": self.count},
+            "tensor": lambda: self.count + 0,
+        }
+        return found[self.returns]()
+
+
+@pytest.mark.parametrize("returns", ["variable", "value", "in a dict", "tensor"])
+def test_fit_warns_of_a_log_that_plain_keras_reads_after_the_validation(returns: str) -> None:
+    def logged(*, by_tfmulti: bool) -> Any:
+        model = compiled(by_tfmulti=by_tfmulti, metrics=[Rows(returns)])
+        data = {"x": X, "y": X, "batch_size": 8, "verbose": 0}
+        model.fit(**data)
+        return model.fit(**data, epochs=2, validation_data=(X[:5], X[:5])).history["rows"]
+
+    assert logged(by_tfmulti=False) == ([32, 32] if returns == "tensor" else [5, 5])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert logged(by_tfmulti=True) == [32, 32]
+    told = [
+        w for w in caught if "the result of the metric 'rows' is its variable" in str(w.message)
+    ]
+    assert len(told) == (returns != "tensor")
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_fit_warns_of_a_metric_that_has_counted_rows_before_compile(is_new: bool) -> None:
+    def logged(*, by_tfmulti: bool) -> float:
+        keras.utils.set_random_seed(1)
+        metric = keras.metrics.MeanSquaredError(name="error")
+        model = compiled(by_tfmulti=by_tfmulti, metrics=[metric])
+        data = {"x": X, "y": X, "batch_size": 8, "verbose": 0}
+        model.fit(**data)
+        metric = keras.metrics.MeanSquaredError(name="error") if is_new else metric
+        model.compile("sgd", "mse", metrics=[metric])
+        return float(model.fit(**data).history["error"][0])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log = logged(by_tfmulti=True)
+    told = [w for w in caught if "'error' has counted rows before this compile" in str(w.message)]
+    assert len(told) == (not is_new)
+    assert (log == pytest.approx(logged(by_tfmulti=False), rel=1e-6)) == is_new

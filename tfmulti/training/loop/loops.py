@@ -172,6 +172,7 @@ def train(model: keras.Model, training: Training) -> Logs:
 def _validated(model: keras.Model, training: Training) -> Logs:
     """Returns the logs of a validation, with `val_` before their names."""
     state = state_of(model)
+    _warn_of_variables_as_logs(model)
     state.validation = training.validation
     try:
         logs = model.evaluate(
@@ -183,6 +184,33 @@ def _validated(model: keras.Model, training: Training) -> Logs:
     finally:
         state.validation = None
     return {f"val_{name}": value for name, value in logs.items()}
+
+
+def _warn_of_variables_as_logs(model: keras.Model) -> None:
+    """Warns once of a metric whose result is a variable, which plain Keras reads too late.
+
+    Every worker calls it, because a result may be computed from the variables of all replicas.
+    """
+    told = state_of(model).told
+    if "variables as logs" in told:
+        return
+    told.add("variables as logs")
+    metrics = [part for metric in model.metrics for part in getattr(metric, "metrics", [metric])]
+    own = [metric for metric in metrics if not is_of_keras(type(metric))]
+    variables = [m.name for m in own if any(hasattr(v, "assign") for v in _results_of(m))]
+    if variables and placement_of(model.distribute_strategy).is_chief:
+        warnings.warn(
+            f"the result of the metric {variables[0]!r} is its variable. Plain Keras reads it "
+            "after the validation, and logs the value of the validation for the training, too. "
+            "tfmulti logs the value of the training. Return variable + 0 from result().",
+            stacklevel=2,
+        )
+
+
+def _results_of(metric: keras.metrics.Metric) -> list[Any]:
+    """Returns the results of a metric, which may be in a dict."""
+    result = metric.result()
+    return list(result.values()) if isinstance(result, Mapping) else [result]
 
 
 def _lost_in_pass(model: keras.Model, feed: Feed, result: StepResult, before: int) -> int:

@@ -123,12 +123,18 @@ def warn_of_initial_states(model: keras.Model) -> None:
 
     Plain Keras builds some metrics after their first reset, so its first epoch begins with these
     numbers. Here each metric is reset first, and each replica would begin with all of the numbers.
+    A metric of Keras begins with 0, unless the user has updated it before.
     """
     placement = placement_of(model.distribute_strategy)
-    for metric in [part for m in model.metrics for part in getattr(m, "metrics", [m])]:
+    compiled = [part for metric in model.metrics for part in getattr(metric, "metrics", [])]
+    for metric in [*compiled, *(m for m in model.metrics if not hasattr(m, "metrics"))]:
         variables = [relocation.components(v.value) for v in metric.variables]
         initial = [[part.numpy() for part in parts] for parts in variables]
-        if is_of_keras(type(metric)) or not any(np.any(values) for values in initial):
+        if not any(np.any(values) for values in initial):
+            continue
+        if is_of_keras(type(metric)):
+            if placement.is_chief and any(metric is part for part in compiled):
+                _warn_of_earlier_rows(metric)
             continue
         with python_attributes.kept([metric]):
             for part in itertools.chain(*variables):
@@ -152,6 +158,16 @@ def warn_of_initial_states(model: keras.Model) -> None:
                 "set, so its first results may differ from plain Keras. Set them in reset_state.",
                 stacklevel=4,
             )
+
+
+def _warn_of_earlier_rows(metric: keras.metrics.Metric) -> None:
+    """Warns of a metric of Keras that has counted rows before `compile` got it."""
+    warnings.warn(
+        f"the metric {metric.name!r} has counted rows before this compile. The first epoch counts "
+        "its own rows. In plain Keras it counts the earlier ones, too. Give each compile a new "
+        "metric.",
+        stacklevel=5,
+    )
 
 
 def check_rows_are_free(model: keras.Model) -> None:
