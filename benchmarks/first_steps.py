@@ -1,13 +1,14 @@
 """Measures the seconds to the end of the first step: plain Keras, two and three replicas in turns.
 
     python -m benchmarks.first_steps [--rounds 2] [--programs wgan_with_gradient_penalty,vae]
-    python -m benchmarks.first_steps --keras_io=PATH [--programs miniature_gpt]
+    python -m benchmarks.first_steps --keras_io=PATH [--programs miniature_gpt] [--noverify]
 
 The programs are those of tests/programs, and EfficientNetV2B0. With a checkout of keras-io they are
 its programs (`tests.programs.public`). Each run is a new process. Three
 times to the end of the first step are measured: from the start of the process, from the call of
 `fit`, and the time of the cores since that call, which other processes of the machine hardly
 change. The command prints a table of the medians, and writes benchmarks/results/first_steps.json.
+With `--noverify` no program compares its first step with one device, and no file is written.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 from benchmarks import result_files
 from benchmarks.result_files import ROOT
@@ -42,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--programs", default="")
     parser.add_argument("--keras_io", type=Path, help="a checkout of keras-team/keras-io")
+    parser.add_argument("--noverify", action="store_true", help="compare no step with one device")
     args = parser.parse_args(arguments)
     names = args.programs.split(",") if args.programs else PROGRAMS
     if args.keras_io is not None:
@@ -50,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     for number in range(args.rounds):
         for name in names:
             for side in SIDES[:: -1 if number % 2 else 1]:
-                figures = one_process(name, side)
+                figures = one_process(name, side, *["--noverify"] * args.noverify)
                 if figures is None:
                     # A program that needs a download, or that tfmulti refuses.
                     print(number + 1, name, side, "no step", flush=True)
@@ -63,7 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
         if len(sides) == len(SIDES)
     }
     results = {"machine": result_files.MACHINE, "rounds": args.rounds, "programs": programs}
-    result_files.write("first_steps" if args.keras_io is None else "first_steps_public", results)
+    if not args.noverify:
+        kind = "first_steps" if args.keras_io is None else "first_steps_public"
+        result_files.write(kind, results)
     print(table(programs))
 
 
@@ -76,17 +81,18 @@ def public_programs(checkout: Path, names: str) -> list[str]:
     return list(dict.fromkeys(str(chosen[n]) for n in wanted if chosen[n].exists()))
 
 
-def one_process(name: str, side: str) -> dict[str, float] | None:
+def one_process(name: str, side: str, *options: str) -> dict[str, float] | None:
     """Returns the seconds to the end of the first step, from each of the starts.
 
     Args:
         name: a program of tests/programs, or the file of a public program.
         side: `plain`, or a place such as `mirrored-2`.
+        options: `--noverify`, or nothing.
 
     Returns:
         The seconds by name; None if a public program takes no step.
     """
-    argv = [sys.executable, "-m", "benchmarks.first_steps", "--child", name, side]
+    argv = [sys.executable, "-m", "benchmarks.first_steps", "--child", name, side, *options]
     env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
     started = time.monotonic()
     is_public = name.endswith(".py")
@@ -138,7 +144,7 @@ def table(programs: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def child(name: str, side: str) -> None:
+def child(name: str, side: str, *options: str) -> None:
     """Trains one program, and prints the seconds of its first step, by the clock and of cores."""
     import keras
 
@@ -147,8 +153,9 @@ def child(name: str, side: str) -> None:
     from tfmulti import prepare
 
     keras.utils.set_random_seed(7)
+    prepared: dict[str, Any] = {"verify": False} if "--noverify" in options else {}
     if name.endswith(".py"):
-        public_child(Path(name), side)
+        public_child(Path(name), side, prepared)
         return
     ended: list[tuple[float, float]] = []
     on_step = keras.callbacks.LambdaCallback(
@@ -157,16 +164,16 @@ def child(name: str, side: str) -> None:
     with strategy_at(side).scope():
         program = ALL[name].make() if name in ALL else efficientnet()
         if side != "plain":
-            prepare(program.model)
+            prepare(program.model, **prepared)
         program.model.compile(**program.compile)
-    options = {**program.fit, "verbose": 0}
-    options["callbacks"] = [*(options.get("callbacks") or []), on_step]
+    given = {**program.fit, "verbose": 0}
+    given["callbacks"] = [*(given.get("callbacks") or []), on_step]
     called = now()
-    program.model.fit(**options)
+    program.model.fit(**given)
     report(called, ended[0])
 
 
-def public_child(file: Path, side: str) -> None:
+def public_child(file: Path, side: str, prepared: dict[str, Any]) -> None:
     """Runs a public program to the end of its first step, and prints the seconds of the step."""
     import keras
 
@@ -182,7 +189,7 @@ def public_child(file: Path, side: str) -> None:
         times.append(now())
         raise public.Enough
 
-    public.run_to_first_step(file, side, on_fit)
+    public.run_to_first_step(file, side, on_fit, **prepared)
     # The last line, since a program may print, too.
     print()
     report(times[0], times[1])

@@ -215,7 +215,7 @@ def child(file: str, place: str, target: str, floatx: str = "float32") -> None:
 
 
 def run_to_first_step(
-    file: Path, place: str, on_fit: Callable[[], keras.callbacks.Callback]
+    file: Path, place: str, on_fit: Callable[[], keras.callbacks.Callback], **prepared: Any
 ) -> None:
     """Runs a program in this process until its first training step has ended.
 
@@ -223,12 +223,13 @@ def run_to_first_step(
         file: the program.
         place: `plain`, or a place such as `mirrored-2`.
         on_fit: is called when `fit` is, and returns a callback that raises `Enough` after a step.
+        prepared: arguments of `prepare`.
     """
     from tests.support.cases import strategy_at
 
     strategy = strategy_at(place)
     with tempfile.TemporaryDirectory() as files, _stand_ins(Path(files), "float32") as folder:
-        _watch(place == "plain", {}, 1, on_fit)
+        _watch(place == "plain", {}, 1, on_fit, **prepared)
         with contextlib.suppress(Enough), strategy.scope():
             program = _changed(file.stem, file, folder, "float32")
             _execute(program, folder)
@@ -299,6 +300,7 @@ def _watch(
     left: dict[str, Any],
     fits_to_see: int,
     on_fit: Callable[[], keras.callbacks.Callback] | None = None,
+    **prepared: Any,
 ) -> None:
     """Makes `fit` short and of a prepared model, and notes what it leaves."""
     import keras
@@ -318,7 +320,7 @@ def _watch(
                 return original(model, *args, **options)
             with _noted(inside, name):
                 if not plain:
-                    prepare(model)
+                    prepare(model, **prepared)
                 method = getattr(model, name)
                 if name != "fit":
                     uses.append(name)

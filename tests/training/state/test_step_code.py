@@ -300,6 +300,11 @@ def test_a_table_of_pandas_is_compared_without_its_own_code() -> None:
     assert kept.first_new([]) is None
     model.table.loc[0, "b"] = "z"
     assert kept.first_new([]) == f"Reads.table of {model.name!r}"
+    model.table = pandas.DataFrame({"a": np.arange(3000.0), "b": ["x"] * 3000})
+    kept = KeptValues(relocation.find(model), "train_step")
+    assert kept.first_new([]) is None
+    model.table["a"] += 1.0
+    assert kept.first_new([]) == f"Reads.table of {model.name!r}"
 
 
 def _by_module(data: Any) -> Any:

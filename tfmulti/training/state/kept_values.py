@@ -39,7 +39,7 @@ _BASES = (
 # Of a larger collection or array, so many entries are compared, which are spread evenly.
 _MOST_ENTRIES = 1000
 _MOST_NUMBERS = 100_000
-# A table with more rows is not compared, because its texts take long to read.
+# Of a longer table so many rows are compared, because its texts take long to read.
 _MOST_ROWS = 1000
 _ABSENT = ("None", None)
 _DEEPEST = 4
@@ -246,7 +246,9 @@ def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
         return "array", (value.dtype, value.shape, zlib.crc32(numbers.tobytes()))
     # A table of pandas or of another library.
     if hasattr(type(value), "to_numpy"):
-        return _comparable(value.to_numpy(), depth) if len(value) <= _MOST_ROWS else None
+        stride = _stride(len(value), _MOST_ROWS)
+        rows = value if stride == 1 else value[::stride]
+        return _copied([len(value), rows.to_numpy()], depth)
     if isinstance(value, (set, frozenset)):
         few = len(value) <= _MOST_NUMBERS
         plain = few and all(isinstance(item, (int, float, str)) for item in value)
