@@ -78,6 +78,9 @@ def public_programs(checkout: Path, names: str) -> list[str]:
 
     chosen = {name: checkout / path for name, (_, path) in PUBLIC.items()}
     wanted = names.split(",") if names else list(chosen)
+    unknown = [name for name in wanted if name not in chosen]
+    if unknown:
+        sys.exit(f"no program {unknown[0]!r} in tests/programs/public_programs.py; name one of it")
     return list(dict.fromkeys(str(chosen[n]) for n in wanted if chosen[n].exists()))
 
 
