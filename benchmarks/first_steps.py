@@ -80,7 +80,8 @@ def public_programs(checkout: Path, names: str) -> list[str]:
     wanted = names.split(",") if names else list(chosen)
     unknown = [name for name in wanted if name not in chosen]
     if unknown:
-        sys.exit(f"no program {unknown[0]!r} in tests/programs/public_programs.py; name one of it")
+        print(f"no program {unknown[0]!r}; tests/programs/public_programs.py lists them")
+        sys.exit(2)
     return list(dict.fromkeys(str(chosen[n]) for n in wanted if chosen[n].exists()))
 
 
