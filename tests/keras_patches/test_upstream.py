@@ -182,6 +182,22 @@ def test_upstream_functions_are_still_one_operation(results: list[Any]) -> None:
     assert values == [-2.0, -2.0]
 
 
+def test_upstream_still_takes_a_number_for_each_row_for_a_bias() -> None:
+    """The reason for `backend.tensorflow.numpy.add`."""
+    keras_alone, patched = upstream.sums_with_a_number_for_each_row()
+    assert keras_alone[0].tolist() == patched[:, 0].tolist() == [0, 1, 2, 3]
+    assert keras_alone[:, 0].tolist() == patched[0].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("case", ["4", "8"])
+@behaviour(upstream.training_with_a_number_for_each_row, at=[TWO_REPLICAS])
+def test_a_number_for_each_row_is_added_to_its_row(results: list[Any], case: str) -> None:
+    """Each replica has four of the eight rows. Only the rows of the batch matter for Keras."""
+    [((in_graph, in_eager_mode), told)] = results
+    assert in_graph == pytest.approx(in_eager_mode, rel=1e-5)
+    assert len(told) == 2 * (case == "8")
+
+
 @behaviour(upstream.metric_function_of_a_batch, at=[TWO_REPLICAS])
 def test_upstream_metric_functions_still_see_one_replica(results: list[Any]) -> None:
     """The reason for `MeanMetricWrapper.update_state`."""

@@ -35,6 +35,8 @@ class ReplicaSlice(NamedTuple):
         sync_batch_norm: whether all batch statistics are those of all replicas, also in layers
             that are not synchronized.
         seeds: the generator of draws without a seed; None means Keras' own.
+        note_addend: is called during tracing with the numbers of rows for which plain Keras takes a
+            number for each row, which the step adds, for a bias.
         note_gather: is called during tracing if the step gathers the rows of all replicas.
         note_unknown: is called with a reason during tracing if the step uses a value, and it is not
             known how that value depends on the rows.
@@ -59,6 +61,7 @@ class ReplicaSlice(NamedTuple):
     sync_batch_norm: bool
     has_all_rows: bool = False
     seeds: Any = None
+    note_addend: Callable[[set[int]], None] = lambda rows: None
     note_gather: Callable[[], None] = lambda: None
     note_unknown: Callable[[str], None] = lambda reason: None
     note_trusted: Callable[[str], None] = lambda reason: None

@@ -1,4 +1,4 @@
-"""Patches of `tf.function` and `tf.shape`, so that steps of one device can be traced for replicas.
+"""Patches of functions, so that steps of one device can be traced for replicas.
 
 Inside a replica's step the Python function of a `tf.function` is traced in place. A function that
 the user decorates with `@tf.function` would be one operation in the graph of the step. `row_labels`
@@ -8,6 +8,7 @@ operations go into the graph of the step itself, as those of any other function 
 | what | private name | upstream | can go when |
 |---|---|---|---|
 | shapes in floats | public: `tf.shape` | none | TensorFlow gives a shape in floats if the number of rows is not known while tracing |
+| a number for each row, which is added | `backend.tensorflow.numpy.add` | none | Keras takes an addend of the shape `(rows, 1)` for no bias |
 | `_named_anew` | `control_flow_util_v2.create_new_tf_function` | none | TensorFlow differentiates two loops that call the same functions |
 | functions within a step | `polymorphic_function.Function`, its `_autograph` | none | an operation that calls a function can be built again with other inputs |
 """  # noqa: E501
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow import numpy as keras_numpy
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.ops import control_flow_util_v2
 
@@ -31,10 +33,11 @@ _numbers = itertools.count()
 
 
 def install() -> None:
-    """Patches the call of a `tf.function`, the functions of gradients of loops, and `tf.shape`."""
+    """Patches `tf.function`, the functions of gradients of loops, `tf.shape` and Keras' `add`."""
     replace(Function, "__call__", in_replica_slice(_trace_in_place))
     replace(control_flow_util_v2, "create_new_tf_function", in_replica_slice(_named_anew))
     replace(tf, "shape", _in_any_type)
+    replace(keras_numpy, "add", in_replica_slice(_added_to_rows))
 
 
 def _in_any_type(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +53,24 @@ def _in_any_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return tf.cast(original(input, name=name), out_type)
 
     return shape
+
+
+def _added_to_rows(
+    original: Callable[..., Any], replica_slice: ReplicaSlice, x1: Any, x2: Any
+) -> Any:
+    """Returns a sum, in which an addend of the shape `(rows, 1)` is added to each row.
+
+    Keras takes it for a bias if there are as many rows as entries on the second or last axis. The
+    rows of a replica are others than those of the batch, so the entries are noted.
+    """
+    if not all(isinstance(x, tf.Tensor) and x.shape.rank for x in (x1, x2)):
+        return original(x1, x2)
+    (rows, *wide), (others, *narrow) = x1.shape.as_list(), x2.shape.as_list()
+    if not narrow or len(narrow) != len(wide) or set(narrow) != {1} or rows != others:
+        return original(x1, x2)
+    replica_slice.note_addend({wide[0], wide[-1]} - {1, None})
+    # With the rows first, Keras takes no bias.
+    return original(x1, x2) if rows is None else original(x2, x1)
 
 
 def _named_anew(original: Callable[..., str], replica_slice: ReplicaSlice, graph: Any) -> str:

@@ -288,3 +288,36 @@ def _clipped_step(*, patched: bool) -> float:
 
     tf.function(lambda: here.strategy.run(step))()
     return float(keras.ops.convert_to_numpy(variable)[0])
+
+
+def sums_with_a_number_for_each_row() -> list[Any]:
+    """Returns the sum of zeros and of 0, 1, 2 and 3 for the rows, by Keras and by tfmulti."""
+    installation.install()
+    zeros, column = tf.zeros((4, 4)), tf.range(4.0)[:, None]
+    with computing(_slice(0.5, 4)):
+        patched = keras.ops.add(zeros, column)
+    return [np.asarray(keras.ops.add(zeros, column)), np.asarray(patched)]
+
+
+def training_with_a_number_for_each_row(case: str) -> Any:
+    """Returns the losses of batches of 8 rows, in a graph and in eager mode, and the warnings.
+
+    The number is added to so many values as `case` says.
+    """
+    losses = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for run_eagerly in (False, True):
+            keras.utils.set_random_seed(1)
+            with here.strategy.scope():
+                inputs = keras.Input((6,))
+                parts = [keras.layers.Dense(units)(inputs) for units in (int(case), 1)]
+                outputs = keras.layers.Dense(1)(keras.layers.Add()(parts))
+                model = prepare(keras.Model(inputs, outputs))
+                model.compile("sgd", "mse", run_eagerly=run_eagerly)
+            history = model.fit(X[:24], X[:24, :1], batch_size=8, shuffle=False, verbose=0)
+            losses.append(history.history["loss"][0])
+    return [
+        losses,
+        [str(w.message) for w in caught if "adds a number to each row" in str(w.message)],
+    ]

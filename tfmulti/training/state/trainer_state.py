@@ -72,6 +72,8 @@ class TracedStep:
 
     Attributes:
         count: how often an execution of training was traced.
+        addends: for each step the numbers of rows for which plain Keras takes a number for each
+            row, which the step adds, for a bias.
         gathers: the steps that gather rows, which they can do only once in an execution.
         unknown: for each step, such as `train_step`, the reasons why it is unknown how its values
             depend on the rows.
@@ -91,6 +93,7 @@ class TracedStep:
     """
 
     count: int = 0
+    addends: dict[str, set[int]] = field(default_factory=dict)
     gathers: set[str] = field(default_factory=set)
     unknown: dict[str, dict[str, None]] = field(default_factory=dict)
     whole_batch: set[str] = field(default_factory=set)

@@ -33,6 +33,7 @@ from tfmulti.training.step.step import (
     make_step,
     next_batch,
     taking_agreed_rows,
+    warn_of_addends,
     warn_of_unknown,
     without_autograph,
 )
@@ -111,6 +112,7 @@ class Execution:
                 lambda: self._call(source, steps, votes), self._compile
             )
         warn_of_unknown(self._model, self._name)
+        warn_of_addends(self._model, self._name, result.rows, steps)
         return result
 
     def _call(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:

@@ -34,6 +34,7 @@ from tfmulti.training.step.step import (
     slice_in_step,
     states_in,
     step_of,
+    warn_of_addends,
     warn_of_outputs,
     warn_of_unknown,
     without_autograph,
@@ -155,6 +156,8 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 lambda: function(given), compile_again
             )
         warn_of_unknown(model, "predict_step")
+        for outputs in tf.nest.flatten(predicted.outputs)[:1]:
+            warn_of_addends(model, "predict_step", tf.shape(outputs)[0])
         return predicted
 
     return call

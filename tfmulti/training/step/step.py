@@ -176,6 +176,7 @@ def slice_in_step(
         note_unknown=note_unknown,
         note_trusted=note_trusted,
         note_assigned=note_assigned,
+        note_addend=state.traced.addends.setdefault(name, set()).update,
         note_gather=lambda: state.traced.gathers.add(name),
     )
 
@@ -375,3 +376,27 @@ def warn_of_unknown(model: keras.Model, step: str) -> None:
         f"{reason}. {advice}",
         stacklevel=4,
     )
+
+
+def warn_of_addends(model: keras.Model, step: str, rows: Any, steps: int = 1) -> None:
+    """Warns once on the chief if plain Keras takes a number for each row for a bias.
+
+    Args:
+        model: the prepared model.
+        step: such as `train_step`.
+        rows: the rows of the global batches that were computed.
+        steps: the number of these batches.
+    """
+    state = state_of(model)
+    addends = state.traced.addends.get(step)
+    if not addends or "addends" in state.told or int(rows) // steps not in addends:
+        return
+    state.told.add("addends")
+    if placement_of(model.distribute_strategy).is_chief:
+        warnings.warn(
+            f"the {step} adds a number to each row by keras.ops.add or a layer. The batch has "
+            f"{int(rows) // steps} rows, and the other addend as many entries on an axis. Plain "
+            "Keras may take the numbers for a bias of this axis, which is wrong. Take another "
+            "batch size.",
+            stacklevel=4,
+        )
