@@ -108,6 +108,11 @@ def _does_nothing(operation: Any) -> bool:
     return isinstance(operation, keras.layers.Activation) and linear
 
 
+def metrics_one_by_one(model: keras.Model) -> list[Any]:
+    """Returns the metrics of a model, and those given to `compile` in place of what holds them."""
+    return [part for metric in model.metrics for part in getattr(metric, "metrics", [metric])]
+
+
 def all_metric_variables(model: keras.Model) -> list[Any]:
     """Returns the Keras variables of all metrics of a model.
 

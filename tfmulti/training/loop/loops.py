@@ -25,7 +25,7 @@ from tfmulti.distribution.agreement import gather
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import DataError
 from tfmulti.keras_patches.assignments import StatesOfMetrics
-from tfmulti.keras_patches.model_structure import IN_FIT, initial_epoch_of
+from tfmulti.keras_patches.model_structure import IN_FIT, initial_epoch_of, metrics_one_by_one
 from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.keras_patches.variables import array_of, tf_variable_of
 from tfmulti.launch.heartbeat import heartbeat
@@ -195,8 +195,7 @@ def _warn_of_variables_as_logs(model: keras.Model) -> None:
     if "variables as logs" in told:
         return
     told.add("variables as logs")
-    metrics = [part for metric in model.metrics for part in getattr(metric, "metrics", [metric])]
-    own = [metric for metric in metrics if not is_of_keras(type(metric))]
+    own = [metric for metric in metrics_one_by_one(model) if not is_of_keras(type(metric))]
     variables = [m.name for m in own if any(hasattr(v, "assign") for v in _results_of(m))]
     if variables and placement_of(model.distribute_strategy).is_chief:
         warnings.warn(

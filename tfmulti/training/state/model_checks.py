@@ -27,6 +27,7 @@ from tfmulti.keras_patches.model_structure import (
     has_unbuilt_losses,
     is_built,
     layers_of,
+    metrics_one_by_one,
 )
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
 from tfmulti.keras_patches.patching import is_of_keras
@@ -126,14 +127,15 @@ def warn_of_initial_states(model: keras.Model) -> None:
     A metric of Keras begins with 0, unless the user has updated it before.
     """
     placement = placement_of(model.distribute_strategy)
-    compiled = [part for metric in model.metrics for part in getattr(metric, "metrics", [])]
-    for metric in [*compiled, *(m for m in model.metrics if not hasattr(m, "metrics"))]:
+    for metric in metrics_one_by_one(model):
         variables = [relocation.components(v.value) for v in metric.variables]
         initial = [[part.numpy() for part in parts] for parts in variables]
         if not any(np.any(values) for values in initial):
             continue
         if is_of_keras(type(metric)):
-            if placement.is_chief and any(metric is part for part in compiled):
+            # Plain Keras resets a metric that is an attribute of the model before each epoch.
+            is_compiled = not any(metric is other for other in model.metrics)
+            if placement.is_chief and is_compiled:
                 _warn_of_earlier_rows(metric)
             continue
         with python_attributes.kept([metric]):
@@ -328,7 +330,7 @@ def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:
             # An eager metric may compute with NumPy, and then it cannot be traced. If Keras has
             # built the metrics by now, it does not trace them a second time.
             build_from_specs(model, specs, **parts)
-            metrics = [part for m in model.metrics for part in getattr(m, "metrics", [m])]
+            metrics = metrics_one_by_one(model)
             if any(not m.variables and is_of_keras(type(m)) for m in metrics):
                 raise
 

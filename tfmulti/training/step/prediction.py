@@ -156,8 +156,9 @@ def make_prediction(model: keras.Model) -> Callable[[Any], Predicted]:
                 lambda: function(given), compile_again
             )
         warn_of_unknown(model, "predict_step")
-        for outputs in tf.nest.flatten(predicted.outputs)[:1]:
-            warn_of_addends(model, "predict_step", tf.shape(outputs)[0])
+        shapes = [outputs.shape for outputs in tf.nest.flatten(predicted.outputs)]
+        rows = next((shape[0] for shape in shapes if shape.rank), None)
+        warn_of_addends(model, "predict_step", rows or 0)
         return predicted
 
     return call

@@ -389,13 +389,16 @@ def warn_of_addends(model: keras.Model, step: str, rows: Any, steps: int = 1) ->
     """
     state = state_of(model)
     addends = state.traced.addends.get(step)
-    if not addends or "addends" in state.told or int(rows) // steps not in addends:
+    if not addends or "addends" in state.told:
+        return
+    rows_of_batch = int(rows) // steps
+    if rows_of_batch not in addends:
         return
     state.told.add("addends")
     if placement_of(model.distribute_strategy).is_chief:
         warnings.warn(
             f"the {step} adds a number to each row by keras.ops.add or a layer. The batch has "
-            f"{int(rows) // steps} rows, and the other addend as many entries on an axis. Plain "
+            f"{rows_of_batch} rows, and the other addend as many entries on an axis. Plain "
             "Keras may take the numbers for a bias of this axis, which is wrong. Take another "
             "batch size.",
             stacklevel=4,
