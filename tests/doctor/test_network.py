@@ -131,8 +131,11 @@ def test_the_clock_of_a_worker_is_compared_in_either_direction() -> None:
     ]
 
 
-def test_a_delay_of_the_machine_is_not_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    took_s = iter((0.06, 0.002, 0.002, 0.05, 0.2, 0.05))
+@pytest.mark.parametrize("many", [(0.05, 0.2, 0.05), (0.9, 0.3, 0.2, 0.06, 0.05)])
+def test_a_delay_of_the_machine_is_not_a_slow_link(
+    monkeypatch: pytest.MonkeyPatch, many: tuple[float, ...]
+) -> None:
+    took_s = iter((0.06, 0.002, 0.002, *many))
     monkeypatch.setattr(_Connection, "_load", lambda self, size: next(took_s))
     megabytes_of_the_second = 32 * 1024**2 / 1e6
     assert _Connection(cast(Any, None)).bandwidth() == megabytes_of_the_second / 0.05

@@ -50,8 +50,9 @@ _REPORT_S = 10.0
 _PINGS = 20
 # The bytes of the first measurement, and of a second one if the first was fast.
 _FEW_BYTES, _MANY_BYTES, _FAST_S = 1 << 20, 1 << 25, 0.05
-# A measurement is repeated within this time, so many times in all.
-_REPEAT_S, _TIMES = 0.25, 3
+# A measurement is repeated within this time, until there are so many and the two shortest ones
+# differ by at most this factor.
+_REPEAT_S, _TIMES, _AGREEING = 1.0, 3, 1.25
 # The time limit for a measurement, and the longest message.
 _LOAD_S, _MOST_BYTES = 60.0, 1 << 20
 # The connections of each worker that are served at once: one, and one that has broken.
@@ -381,10 +382,14 @@ class _Connection:
     def _shortest(self, size: int) -> float:
         """Returns the shortest time in s that so many bytes took.
 
-        A busy machine delays some of them, which says nothing about the link.
+        A busy machine delays some of them, which says nothing about the link. Two that take equally
+        long were hardly delayed.
         """
         until, took_s = time.perf_counter() + _REPEAT_S, [self._load(size)]
-        while len(took_s) < _TIMES and time.perf_counter() < until:
+        while time.perf_counter() < until:
+            shortest = sorted(took_s)[:2]
+            if len(took_s) >= _TIMES and shortest[1] <= _AGREEING * shortest[0]:
+                break
             took_s.append(self._load(size))
         return min(took_s)
 
