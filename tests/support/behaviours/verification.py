@@ -7,6 +7,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -933,6 +934,21 @@ def numbers_drawn_in_python(kind: str) -> Any:
     """Returns the warnings of `predict` and `evaluate` with a layer that draws in Python."""
     told = _warnings_with(lambda: MakesAnInitializer() if kind == "seeds" else DrawsInPython(kind))
     return [message for message in told if "draws numbers" in message]
+
+
+class ReadsFromOutside(keras.layers.Layer):
+    """Adds the length of a file by a function that its `call` runs."""
+
+    def length_of_a_file(self) -> int:
+        return len(Path(__file__).read_bytes())
+
+    def call(self, x: Any) -> Any:
+        return x + 0.0 * self.length_of_a_file()
+
+
+def values_read_from_outside() -> Any:
+    """Returns the warnings of `predict` and `evaluate` with a layer that reads a file."""
+    return [words for words in _warnings_with(ReadsFromOutside) if "may read" in words]
 
 
 class SetsItself(keras.layers.Layer):

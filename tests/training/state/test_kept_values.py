@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import pickle
+import time
 import types
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import keras
@@ -65,6 +72,8 @@ class Schedule:
 
 
 RATE = 0.5
+FOLDER = Path("folder")
+PACKED: Any = None
 TABLE = {"of": {"pairs": [1.0, 2.0]}}
 WEIGHTS = np.ones(3)
 CHOSEN = {1, 2}
@@ -94,6 +103,7 @@ class Configured(keras.layers.Layer):
         self.best, self.settings = 0.0, Settings()
         self.beta, self.by_text = np.float32(1.0), False
         self.long, self.words, self.frame = [0] * 3000, np.array(["a", 1], object), Frame()
+        self.deep: Any = [[[[[[]]]]]]
         self.odd, self.helper, self.part = np.array([1.0, np.nan]), None, keras.layers.Dense(1)
         self.read: Callable[[], Any] = lambda: outer
 
@@ -115,7 +125,7 @@ class Configured(keras.layers.Layer):
         of_others += [schedule.power, schedule.scaled(1), schedule.slots.decay]
         own = [self.odd, self.flag, self.scale, self.function, self.table, self.options, self.sizes]
         own += [self.settings.decay, self.beta, getattr(self, "by_text")]  # noqa: B009
-        own += [self.long, self.words, self.frame, getattr(self, "made_later", 0)]
+        own += [self.deep, self.long, self.words, self.frame, getattr(self, "made_later", 0)]
         return [x, own, of_others, self.nested, self.groups, self.large, self.part, self.read()]
 
 
@@ -153,6 +163,10 @@ def change_of(layer: Any, change: Any) -> str | None:
         (lambda layer: setattr(layer, "scale", [tf.ones(2)]), "scale"),
         (lambda layer: layer.long.append(3), "long"),
         (lambda layer: layer.long.__setitem__(0, 3), "long"),
+        (lambda layer: layer.long.__setitem__(1, 3), "long"),
+        (lambda layer: layer.large.__setitem__(1, 3), "large"),
+        (lambda layer: setattr(layer, "groups", {(1, 2)}), "groups"),
+        (lambda layer: layer.deep[0][0][0][0][0].append(1), "deep"),
         (lambda layer: layer.words.__setitem__(0, "b"), "words"),
         (lambda layer: setattr(layer.frame, "numbers", np.zeros(2)), "frame"),
         (lambda layer: setattr(layer, "made_later", 1), "made_later"),
@@ -193,6 +207,91 @@ def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
     layer.sizes[0] += 1
     assert after.first_new([name]) is None
     assert after.first_new([]) == name
+
+
+class Deep(keras.layers.Layer):
+    """Reads an object in a long dict, and attributes whose names it takes from data."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names, self.rate, self.other = names, 1.0, 1.0
+
+    def call(self, x: Any) -> Any:
+        return x * OBJECTS["of"][1999].decay * getattr(self, self.names[0])
+
+
+OBJECTS = {"of": {number: Settings() for number in range(2000)}}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda layer: setattr(OBJECTS["of"][1999], "decay", 0.1), "OBJECTS['of'][1999].decay"),
+        (lambda layer: setattr(layer, "rate", 0.1), "Deep.rate"),
+        # It is not known which of the attributes it reads.
+        (lambda layer: setattr(layer, "other", 0.1), "Deep.other"),
+    ],
+)
+def test_a_value_with_a_name_from_data_is_found(
+    change: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OBJECTS["of"], 1999, Settings())
+    found = change_of(Deep(["rate"]), change)
+    assert found is not None
+    assert found.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_from_data"),
+    [
+        (lambda o: getattr(o, "rate"), False),  # noqa: B009
+        (lambda o: getattr(o, "rate", None), False),
+        (lambda o: getattr(o.inner, f"rate_{o.kind}"), False),
+        (lambda o: (vars(o)["rate"], o.__dict__["rate"]), False),
+        (lambda o: getattr(o, o.kind), True),
+        (lambda o: (getattr(o, o.kinds[0]), {"loss": 1}), True),
+        (lambda o: vars(o)[o.kind], True),
+        (lambda o: [getattr(o, kind) for kind in o.kinds], True),
+    ],
+)
+def test_names_from_data_are_told_from_constants(names: Any, is_from_data: bool) -> None:
+    layer = Configured()
+    layer.helper = names
+    code = KeptValues(relocation.find(layer), "train_step").code
+    assert code.may_read("any_attribute", 1.0) is is_from_data
+    assert not code.may_read("any_function", twice)
+
+
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (lambda: open("file").read(), "a file or a folder"),  # noqa: SIM115
+        (lambda: np.load("file"), "a file or a folder"),
+        (lambda: zipfile.ZipFile("file"), "a file or a folder"),
+        (lambda: pickle.load(PACKED), "a file or a folder"),
+        (lambda: keras.utils.load_img("file"), "a file or a folder"),
+        (lambda: tf.io.read_file("file"), None),
+        (lambda: twice("loaded"), None),
+        (lambda: Path("file"), "a file or a folder"),
+        (lambda: FOLDER.joinpath("file").read_text(), "a file or a folder"),
+        (lambda: os.path.getmtime("file"), "a file or a folder"),
+        (lambda: time.time(), "the time"),
+        (lambda: monotonic(), "the time"),
+        (lambda: datetime.datetime.now(), "the time"),
+        (lambda: os.environ["RATE"], "the environment"),
+        (lambda: globals()["RATE"], "values by their names"),
+        (lambda: time.sleep(0), None),
+        (lambda: os.path.join("a", "b"), None),
+        (lambda: {"open": 1}.get("open"), None),
+    ],
+)
+def test_what_a_step_reads_from_outside_of_the_program_is_found(
+    read: Any, what: str | None
+) -> None:
+    layer = Configured()
+    layer.helper = read
+    found = KeptValues(relocation.find(layer), "train_step").code.reads_elsewhere()
+    assert (found and found[0]) == what
 
 
 def test_a_value_of_another_step_is_not_told() -> None:
@@ -283,6 +382,7 @@ def test_a_changed_value_of_a_closure_is_found() -> None:
         (lambda: keras.optimizers.SGD(), "clipnorm", 0.1),
         (lambda: keras.layers.Normalization(), "mean", tf.zeros(2)),
         (lambda: keras.layers.Dropout(0.1), "trainable", False),
+        (lambda: keras.losses.Huber(0.5), "_fn_kwargs", {"delta": 1.0}),
         (
             lambda: keras.optimizers.SGD(),
             "learning_rate",
@@ -294,7 +394,7 @@ def test_a_changed_setting_of_keras_is_found(make: Any, name: str, value: Any) -
     owner = make()
     found = change_of(owner, lambda owner: setattr(owner, name, value))
     assert found is not None
-    assert found.startswith(f"{type(owner).__name__}.{name}")
+    assert found.startswith(f"{type(owner).__name__}.{name.removeprefix('_')}")
 
 
 def test_a_changed_regularizer_of_a_variable_is_found() -> None:

@@ -300,6 +300,15 @@ def test_numbers_that_a_trace_draws_in_python_are_told(results: list[Any], case:
         assert f"the {step} draws numbers from {names[case]}" in message
 
 
+@behaviour(verification.values_read_from_outside, at=[ONE_DEVICE, TWO_REPLICAS])
+def test_a_file_that_a_step_reads_in_python_is_told(results: list[Any]) -> None:
+    [found] = results
+    assert len(found) == 2
+    for step, message in zip(("predict_step", "test_step"), found, strict=True):
+        assert f"the {step} may read a file or a folder in Python, in " in message
+        assert "ReadsFromOutside.length_of_a_file" in message
+
+
 @pytest.mark.parametrize("case", ["by a test_step", "while it is built", "by a prediction"])
 @behaviour(verification.a_switched_boolean, at=[ONE_DEVICE, TWO_REPLICAS])
 def test_a_boolean_that_a_step_switches_is_told(results: list[Any], case: str, place: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import types
 import weakref
 import zlib
@@ -27,22 +26,22 @@ from tfmulti.distribution.python_attributes import (
     classes_of_user,
 )
 from tfmulti.training.state import relocation, step_code
-from tfmulti.training.state.step_code import FUNCTIONS, PARTS_OF_KERAS, Owner, StepCode
+from tfmulti.training.state.step_code import (
+    FUNCTIONS,
+    NUMBERS_AND_TEXTS,
+    PARTS_OF_KERAS,
+    Owner,
+    StepCode,
+)
 
-# Private attributes of Keras' parts that hold what their public properties set.
-_BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
+# Private attributes of Keras' parts that hold what their public properties or arguments set.
+_BEHIND_PROPERTIES = ("_trainable", "_learning_rate", "_fn_kwargs")
 # The classes of Keras whose methods use names that a user's attribute may also have.
 _BASES = (
     *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
     *(keras.optimizers.Optimizer, *keras.Model.__mro__[1:]),
 )
-# Of a larger collection or array, so many entries are compared, which are spread evenly.
-_MOST_ENTRIES = 1000
-_MOST_NUMBERS = 100_000
-# Of a longer table so many rows are compared, because its texts take long to read.
-_MOST_ROWS = 1000
 _ABSENT = ("None", None)
-_DEEPEST = 4
 
 
 # What reads values by name, and what says a name in words.
@@ -181,7 +180,7 @@ def _attributes(owner: Any, code: StepCode) -> dict[str, Any]:
         # TensorFlow counts in an attribute with `_self_` how often a checkpoint was written.
         if name in ignored or name.startswith("_self_" if own else "_"):
             return name in _BEHIND_PROPERTIES
-        if own and code.may_read(name):
+        if own and code.may_read(name, value):
             return True
         is_data = isinstance(value, (np.ndarray, list, tuple, dict, set))
         return not is_data and name in _named_by_keras(kind)
@@ -213,18 +212,42 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self._held is other._held
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return id(self._held)
 
 
-def _comparable(value: Any, depth: int = 0) -> tuple[str, Any] | None:
-    """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared."""
+class _Collection(NamedTuple):
+    """A copy of a list, tuple or dict.
+
+    Attributes:
+        keys: the keys of a dict.
+        items: the entries themselves if they are plain, or what `_comparable` returns for them.
+        is_plain: whether all entries are of the types `NUMBERS_AND_TEXTS`.
+    """
+
+    keys: list[Any]
+    items: list[Any]
+    is_plain: bool
+
+    def comparable(self) -> list[tuple[str, Any] | None]:
+        """Returns what `_comparable` returns for the entries."""
+        return list(map(_comparable, self.items)) if self.is_plain else self.items
+
+
+def _comparable(value: Any, outer: tuple[Any, ...] = ()) -> tuple[str, Any] | None:
+    """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared.
+
+    Args:
+        value: the value.
+        outer: the collections that the value is in, from the outside inwards.
+    """
     try:
-        return _copied(value, depth)
+        return _copied(value, outer)
     except Exception:  # The user's own class may raise anything.
         return None
 
 
-def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
+def _copied(value: Any, outer: tuple[Any, ...]) -> tuple[str, Any] | None:
     """Returns what `_comparable` does, or raises what the methods of the value raise."""
     if type(value) in weakref.ProxyTypes:
         return None
@@ -240,42 +263,39 @@ def _copied(value: Any, depth: int) -> tuple[str, Any] | None:
         return "range", value
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUS":
-            texts = value.reshape(-1)[:: _stride(value.size, _MOST_ENTRIES)].tolist()
-            return _copied([value.shape, texts], depth)
-        numbers = value.reshape(-1)[:: _stride(value.size, _MOST_NUMBERS)]
-        return "array", (value.dtype, value.shape, zlib.crc32(numbers.tobytes()))
+            return _copied([value.shape, value.reshape(-1).tolist()], outer)
+        numbers = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return "array", (value.dtype, value.shape, zlib.crc32(numbers.data))
     # A table of pandas or of another library.
     if hasattr(type(value), "to_numpy"):
-        stride = _stride(len(value), _MOST_ROWS)
-        rows = value if stride == 1 else value[::stride]
-        return _copied([len(value), rows.to_numpy()], depth)
+        return _copied([len(value), value.to_numpy()], outer)
     if isinstance(value, (set, frozenset)):
-        few = len(value) <= _MOST_NUMBERS
-        plain = few and all(isinstance(item, (int, float, str)) for item in value)
-        return ("set", frozenset(value)) if plain else None
+        return "set", frozenset(map(_hashable, value))
     if isinstance(value, functools.partial):
-        return _copied([value.func, value.args, value.keywords], depth)
+        return _copied([value.func, value.args, value.keywords], outer)
     # A class of settings may have the methods of a dict without being one.
     is_mapping = isinstance(value, Mapping) or all(
         hasattr(type(value), name) for name in ("keys", "items", "__getitem__", "__len__")
     )
     if is_mapping or isinstance(value, (list, tuple, collections.deque)):
-        if depth == _DEEPEST:
+        if any(value is collection for collection in outer):
             return None
-        pairs = value.items() if is_mapping else enumerate(value)
-        some = list(itertools.islice(pairs, 0, None, _stride(len(value), _MOST_ENTRIES)))
-        keys = [key if isinstance(key, (str, int, float)) else _Same(key) for key, _ in some]
-        items = [_comparable(item, depth + 1) for _, item in some]
-        return "collection", (len(value), keys, items)
+        keys = [_hashable(key) for key, _ in value.items()] if is_mapping else []
+        items = [item for _, item in value.items()] if is_mapping else list(value)
+        if NUMBERS_AND_TEXTS.issuperset(map(type, items)):
+            return "collection", _Collection(keys, items, is_plain=True)
+        items = [_comparable(item, (*outer, value)) for item in items]
+        return "collection", _Collection(keys, items, is_plain=False)
     if isinstance(value, tf.Tensor):
         return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
     is_object = isinstance(value, PARTS_OF_KERAS) or classes_of_user(type(value))
     return ("part", _Same(value)) if is_object else None
 
 
-def _stride(size: int, most: int) -> int:
-    """Returns the step by which at most so many of some entries are taken."""
-    return max(1, -(-size // most))
+def _hashable(value: Any) -> Any:
+    """Returns a value that equals others as a number or a text does, or else itself alone."""
+    by_value = (str, bytes, int, float, complex, np.number, type(None), tuple, frozenset)
+    return value if isinstance(value, by_value) else _Same(value)
 
 
 def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:
@@ -283,9 +303,17 @@ def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> b
     if value is None or current is None:
         return False
     if value[0] == current[0] == "collection":
-        (*keys, items), (*current_keys, current_items) = value[1], current[1]
-        return keys != current_keys or any(map(_is_new, items, current_items))
+        return _is_new_collection(value[1], current[1])
     try:
         return bool(value != current)
     except Exception:  # The user's own class may raise anything.
         return False
+
+
+def _is_new_collection(before: _Collection, now: _Collection) -> bool:
+    """Returns whether an entry of a collection has become another one."""
+    if before.keys != now.keys or len(before.items) != len(now.items):
+        return True
+    if before.is_plain and now.is_plain and before.items == now.items:
+        return False
+    return any(map(_is_new, before.comparable(), now.comparable()))

@@ -8,16 +8,26 @@ global `config`. An attribute counts as read if one of these functions names it.
 
 from __future__ import annotations
 
+import builtins
+import collections
 import contextlib
+import datetime
 import dis
 import functools
+import glob
+import os
+import pathlib
+import re
 import sys
+import time
 import types
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from tfmulti.distribution.python_attributes import (
     all_values_of,
@@ -27,6 +37,7 @@ from tfmulti.distribution.python_attributes import (
 from tfmulti.keras_patches.patching import is_of_keras
 from tfmulti.keras_patches.variables import attributes_of
 from tfmulti.training.state import relocation
+from tfmulti.training.state.names_from_data import takes_names_from_data
 from tfmulti.training.state.user_lines import is_module_of_user, is_of_library
 
 _Module = types.ModuleType
@@ -36,8 +47,39 @@ PARTS_OF_KERAS = (
     *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
     *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
 )
+# Values without attributes that a step may read, and which equal others by themselves.
+NUMBERS_AND_TEXTS: frozenset[type] = frozenset({bool, int, float, str, type(None)})
+_WITHOUT_OBJECTS = (*NUMBERS_AND_TEXTS, np.ndarray, np.generic)
 _Cached = type(functools.cache(len))
 _STEPS = ("train_step", "test_step", "predict_step")
+# What a step may read from outside of the program, and the functions and classes that read it.
+_FILES, _ENVIRONMENT = "a file or a folder", "the environment"
+_ELSEWHERE: dict[Any, str] = {
+    **dict.fromkeys(
+        [
+            *(open, pathlib.Path, os.listdir, os.scandir, os.stat, os.walk, os.path.exists),
+            *(os.path.getmtime, os.path.getsize, os.path.isdir, os.path.isfile, glob.glob),
+            *(np.genfromtxt, np.fromfile, np.memmap),
+            *(tf.io.gfile.GFile, tf.io.gfile.exists, tf.io.gfile.glob, tf.io.gfile.listdir),
+        ],
+        _FILES,
+    ),
+    **dict.fromkeys(
+        [
+            *(time.time, time.time_ns, time.monotonic, time.perf_counter, time.process_time),
+            *(time.localtime, time.gmtime, time.strftime, time.ctime),
+            *(datetime.datetime, datetime.date),
+        ],
+        "the time",
+    ),
+    os.getenv: _ENVIRONMENT,
+    **dict.fromkeys([eval, exec, globals], "values by their names"),
+}
+# The names of functions of installed packages that read files, such as `pandas.read_csv`. Functions
+# of TensorFlow such as `tf.io.read_file` are part of the graph.
+_READERS = re.compile(
+    r"(?!tensorflow\.).*\.(read|im_?read|load|open|urlopen|get_file|\w*File)(_\w+|txt)?"
+)
 # Methods that Keras or Python calls by themselves, but while no step runs.
 _OUTSIDE_OF_STEPS = frozenset(
     [
@@ -48,9 +90,6 @@ _OUTSIDE_OF_STEPS = frozenset(
         *("save_own_variables", "load_own_variables", "compile_from_config", "load_weights"),
     ]
 )
-# A longer list or dict of the user's own is data, and is not searched for objects.
-_MOST_ITEMS = 1000
-_DEEPEST = 3
 
 
 class Owner(NamedTuple):
@@ -85,7 +124,9 @@ class StepCode:
         """
         self.functions: dict[types.FunctionType, None] = {}
         self.names: set[str] = set()
-        # Texts from which the functions may put names of attributes together.
+        # Whether a function takes names of attributes from data, and texts from which the functions
+        # may put such names together.
+        self._takes_names = False
         self._beginnings: tuple[str, ...] = ()
         self._ends: tuple[str, ...] = ()
         self.owners: dict[int, Owner] = {}
@@ -142,6 +183,7 @@ class StepCode:
         self.functions[function] = None
         names = names_read(function) - self.names
         self.names |= names
+        self._takes_names |= takes_names_from_data(function.__code__)
         texts = [text for text in relocation.texts_in(function.__code__) if len(text) > 1]
         self._beginnings += tuple(text for text in texts if text.endswith("_"))
         self._ends += tuple(text for text in texts if text.startswith("_"))
@@ -150,42 +192,45 @@ class StepCode:
         for name, value in outside(function).items():
             self._reach(value, name, function)
 
-    def _reach(self, value: Any, name: str, reader: Any, depth: int = 0) -> None:
+    def _reach(self, value: Any, name: str, reader: Any) -> None:
         """Notes what a function can reach: other functions, and objects of the user's own.
 
         Without a function, `reader` is None, and the value is a part of the model. Its objects are
         known already, so only functions are noted.
         """
-        if type(value) in weakref.ProxyTypes:
+        to_reach = collections.deque([(value, name)])
+        while to_reach:
+            value, name = to_reach.popleft()
+            if type(value) in weakref.ProxyTypes:
+                continue
+            value, *wrapped = _with_wrapped(value)
+            to_reach.extend((inner, name) for inner in wrapped)
+            if isinstance(value, types.MethodType):
+                to_reach.append((value.__self__, name))
+                value = value.__func__
+            if isinstance(value, types.FunctionType):
+                self._reach_function(value, name, reader)
+            elif isinstance(value, functools.partial):
+                parts = (value.func, *value.args, *value.keywords.values())
+                to_reach.extend((part, name) for part in parts)
+            elif isinstance(value, (list, tuple, dict)):
+                if id(value) not in self._searched:
+                    self._searched[id(value)] = value
+                    to_reach.extend(_entries_of(value, name))
+            elif reader is not None and not self._knows(value) and _is_of_user(value):
+                self.owners[id(value)] = Owner(value, name, reader)
+                if not isinstance(value, _Module):
+                    self._meet(value if isinstance(value, type) else type(value))
+
+    def _reach_function(self, function: types.FunctionType, name: str, reader: Any) -> None:
+        """Notes a function of the user's own."""
+        if is_of_library(function.__code__.co_filename):
             return
-        value, *wrapped = _with_wrapped(value)
-        for inner in wrapped:
-            self._reach(inner, name, reader, depth)
-        if isinstance(value, types.MethodType):
-            self._reach(value.__self__, name, reader, depth)
-            value = value.__func__
-        if isinstance(value, types.FunctionType):
-            if is_of_library(value.__code__.co_filename):
-                return
-            if value not in self.functions:
-                self._to_read.append(value)
-            # A function may have attributes, such as `penalty.rate`.
-            if reader is not None and vars(value):
-                self.owners.setdefault(id(value), Owner(value, name, reader))
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._reach(part, name, reader, depth)
-        elif isinstance(value, (list, tuple, dict)):
-            if depth < _DEEPEST and len(value) <= _MOST_ITEMS and id(value) not in self._searched:
-                self._searched[id(value)] = value
-                pairs = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, item in list(pairs):
-                    words = f"{name}[{relocation.key_in_words(key)}]"
-                    self._reach(item, words, reader, depth + 1)
-        elif reader is not None and not self._knows(value) and _is_of_user(value):
-            self.owners[id(value)] = Owner(value, name, reader)
-            if not isinstance(value, _Module):
-                self._meet(value if isinstance(value, type) else type(value))
+        if function not in self.functions:
+            self._to_read.append(function)
+        # A function may have attributes, such as `penalty.rate`.
+        if reader is not None and vars(function):
+            self.owners.setdefault(id(function), Owner(function, name, reader))
 
     def _knows(self, value: Any) -> bool:
         """Returns whether an object is a part of the model, or among the owners."""
@@ -206,6 +251,26 @@ class StepCode:
                 return True
         return False
 
+    def reads_elsewhere(self) -> tuple[str, str] | None:
+        """Returns what a function reads from outside of the program, such as a file, or None.
+
+        Returns:
+            What it reads, and the name of the function.
+        """
+        for function in self.functions:
+            for name, _, value in _named(function):
+                if value is os.environ:
+                    return _ENVIRONMENT, function.__qualname__
+                if name in ("read_text", "read_bytes"):
+                    return _FILES, function.__qualname__
+                if not isinstance(value, (*FUNCTIONS, type)):
+                    continue
+                if value in _ELSEWHERE:
+                    return _ELSEWHERE[value], function.__qualname__
+                if _READERS.fullmatch(f"{value.__module__}.{name}") and _is_installed(value):
+                    return _FILES, function.__qualname__
+        return None
+
     def makes_parts_of_keras(self) -> bool:
         """Returns whether a function may make a layer or an initializer, which draw seeds."""
         kinds = (keras.layers.Layer, keras.Initializer, keras.random.SeedGenerator)
@@ -213,13 +278,16 @@ class StepCode:
         return any(isinstance(value, type) and issubclass(value, kinds) for value in values)
 
     def attributes_of(self, owner: Any) -> dict[str, Any]:
-        """Returns those attributes of an object, a class or a module that the functions name."""
-        return {name: value for name, value in _attributes(owner).items() if self.may_read(name)}
+        """Returns those attributes of an object, class or module that a function may read."""
+        values = _attributes(owner)
+        return {name: value for name, value in values.items() if self.may_read(name, value)}
 
-    def may_read(self, name: str) -> bool:
-        """Returns whether a function names an attribute, or may put its name together."""
-        is_named = name in self.names
-        return is_named or name.startswith(self._beginnings) or name.endswith(self._ends)
+    def may_read(self, name: str, value: Any) -> bool:
+        """Returns whether a function may read an attribute of this name with this value."""
+        is_put_together = name.startswith(self._beginnings) or name.endswith(self._ends)
+        # Not each function of a module belongs to a step in which names come from data.
+        is_value = not isinstance(value, (*FUNCTIONS, _Module, type))
+        return name in self.names or is_put_together or (self._takes_names and is_value)
 
 
 def _with_wrapped(value: Any) -> list[Any]:
@@ -228,6 +296,17 @@ def _with_wrapped(value: Any) -> list[Any]:
         return [value.python_function]
     is_decorated = isinstance(value, (types.FunctionType, _Cached)) and "__wrapped__" in vars(value)
     return [value, value.__wrapped__] if is_decorated else [value]
+
+
+def _entries_of(values: Any, name: str) -> list[tuple[Any, str]]:
+    """Returns the entries of a list, tuple or dict that a function may reach, and their names."""
+    # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    return [
+        (item, f"{name}[{relocation.key_in_words(key)}]")
+        for key, item in list(pairs)
+        if not issubclass(type(item), _WITHOUT_OBJECTS)
+    ]
 
 
 def outside(function: types.FunctionType) -> dict[str, Any]:
@@ -262,14 +341,16 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, _Module | None, 
     """Yields each name in the code of a function, the module before it, and the name's value.
 
     For `np.random.rand` these are `np`, `random` on NumPy, and `rand` on `numpy.random`. The value
-    is None unless it is a global, a module that is imported here, or on a module.
+    is None unless it is a global, a function of Python, a module that is imported here, or on a
+    module.
     """
     for is_global, names in _chains_of(function.__code__):
         module: _Module | None = None
         for position, name in enumerate(names):
             value = vars(module).get(name) if module is not None else None
             if is_global and not position:
-                value = function.__globals__.get(name, sys.modules.get(name))
+                others = vars(builtins).get(name, sys.modules.get(name))
+                value = function.__globals__.get(name, others)
             yield name, module, value
             module = value if issubclass(type(value), _Module) else None
 
@@ -301,9 +382,9 @@ def _chains_of(code: types.CodeType) -> list[tuple[bool, list[str]]]:
     return chains
 
 
-def _is_installed(cls: type) -> bool:
-    """Returns whether a class is part of Python or of an installed package."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+def _is_installed(value: Any) -> bool:
+    """Returns whether a class or a function is part of Python or of an installed package."""
+    file = getattr(sys.modules.get(value.__module__), "__file__", None)
     return file is not None and is_of_library(file)
 
 

@@ -125,6 +125,7 @@ class PythonEffects:
             changed = changed or (None if traced.is_compared_now else other)
             self._warn_of_changes(changed, traces)
             self._warn_of_draws(drawn_from)
+            self._warn_of_reads(self._values.code)
 
     def _states_now(self) -> dict[str, bytes]:
         """Returns the states of the generators from which the step may draw, by their names."""
@@ -157,6 +158,19 @@ class PythonEffects:
                 f"the {self._step} draws numbers from {drawn_from[0]}. A compiled step does so "
                 "only while it is traced, and keeps these numbers. tfmulti traces at other times "
                 "than plain Keras. Draw by keras.random.",
+                stacklevel=2,
+            )
+
+    def _warn_of_reads(self, code: StepCode) -> None:
+        """Warns once of what the step reads from outside of the program."""
+        told = state_of(self._model).told
+        read = code.reads_elsewhere()
+        if read is not None and f"{self._step} reads" not in told:
+            told.add(f"{self._step} reads")
+            warnings.warn(
+                f"the {self._step} may read {read[0]} in Python, in {read[1]}. A compiled step "
+                "does so only while it is traced, and keeps what it has read. tfmulti traces at "
+                "other times than plain Keras. Read it before fit, or in the data.",
                 stacklevel=2,
             )
 
