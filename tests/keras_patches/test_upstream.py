@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
 from tests.support.behaviours import behaviour, upstream
-from tests.support.places import SEVERAL, TWO_REPLICAS, TWO_WORKERS
+from tests.support.places import ONE_DEVICE, SEVERAL, TWO_REPLICAS, TWO_WORKERS
 from tfmulti.keras_patches import datasets, installation, random_numbers
 from tfmulti.keras_patches.classes import derived_class
 from tfmulti.keras_patches.datasets import kind_of, parts_of
@@ -196,6 +196,18 @@ def test_a_number_for_each_row_is_added_to_its_row(results: list[Any], case: str
     [((in_graph, in_eager_mode), told)] = results
     assert in_graph == pytest.approx(in_eager_mode, rel=1e-5)
     assert len(told) == 2 * (case == "8")
+
+
+@pytest.mark.parametrize("case", ["5", "8"])
+@behaviour(
+    upstream.warnings_of_predictions_with_a_number_for_each_row, at=[ONE_DEVICE, TWO_REPLICAS]
+)
+def test_predictions_that_plain_keras_computes_otherwise_are_told(
+    results: list[Any], case: str, place: str
+) -> None:
+    """On one device plain Keras knows the rows in predict alone. Each model tells it once."""
+    in_evaluate = place == TWO_REPLICAS
+    assert results == [[0, 0] if case == "5" else [in_evaluate, not in_evaluate]]
 
 
 @behaviour(upstream.metric_function_of_a_batch, at=[TWO_REPLICAS])

@@ -24,7 +24,7 @@ from keras.src.backend.tensorflow import numpy as keras_numpy
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.ops import control_flow_util_v2
 
-from tfmulti.distribution.replica_slice import ReplicaSlice
+from tfmulti.distribution.replica_slice import ReplicaSlice, current
 from tfmulti.keras_patches.patching import in_replica_slice, replace
 from tfmulti.keras_patches.tracing import by_autograph
 
@@ -37,7 +37,7 @@ def install() -> None:
     replace(Function, "__call__", in_replica_slice(_trace_in_place))
     replace(control_flow_util_v2, "create_new_tf_function", in_replica_slice(_named_anew))
     replace(tf, "shape", _in_any_type)
-    replace(keras_numpy, "add", in_replica_slice(_added_to_rows))
+    replace(keras_numpy, "add", _adding_to_rows)
 
 
 def _in_any_type(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,22 +55,29 @@ def _in_any_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return shape
 
 
-def _added_to_rows(
-    original: Callable[..., Any], replica_slice: ReplicaSlice, x1: Any, x2: Any
-) -> Any:
-    """Returns a sum, in which an addend of the shape `(rows, 1)` is added to each row.
+def _adding_to_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an `add` that adds an addend of the shape `(rows, 1)` to each row in replicas.
 
     Keras takes it for a bias if there are as many rows as entries on the second or last axis. The
-    rows of a replica are others than those of the batch, so the entries are noted.
+    rows of a replica are others than those of the batch, so the entries are noted. They are also
+    noted where one replica does not know the number of rows, and plain Keras may know it.
     """
-    if not all(isinstance(x, tf.Tensor) and x.shape.rank for x in (x1, x2)):
-        return original(x1, x2)
-    (rows, *wide), (others, *narrow) = x1.shape.as_list(), x2.shape.as_list()
-    if not narrow or len(narrow) != len(wide) or set(narrow) != {1} or rows != others:
-        return original(x1, x2)
-    replica_slice.note_addend({wide[0], wide[-1]} - {1, None})
-    # With the rows first, Keras takes no bias.
-    return original(x1, x2) if rows is None else original(x2, x1)
+
+    def add(x1: Any, x2: Any) -> Any:
+        replica_slice = current()
+        is_of_tensors = all(isinstance(x, tf.Tensor) and x.shape.rank for x in (x1, x2))
+        if replica_slice is None or not is_of_tensors:
+            return original(x1, x2)
+        (rows, *wide), (others, *narrow) = x1.shape.as_list(), x2.shape.as_list()
+        if not narrow or len(narrow) != len(wide) or set(narrow) != {1} or rows != others:
+            return original(x1, x2)
+        if rows is not None and replica_slice.is_whole:
+            return original(x1, x2)
+        replica_slice.note_addend({wide[0], wide[-1]} - {1, None})
+        # With the rows first, Keras takes no bias.
+        return original(x1, x2) if rows is None else original(x2, x1)
+
+    return add
 
 
 def _named_anew(original: Callable[..., str], replica_slice: ReplicaSlice, graph: Any) -> str:

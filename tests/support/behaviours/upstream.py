@@ -299,6 +299,29 @@ def sums_with_a_number_for_each_row() -> list[Any]:
     return [np.asarray(keras.ops.add(zeros, column)), np.asarray(patched)]
 
 
+def _adding_a_number_for_each_row(entries: int) -> keras.Model:
+    """Returns a model that adds a number for each row to so many entries, which is prepared."""
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        parts = [keras.layers.Dense(units)(inputs) for units in (entries, 1)]
+        outputs = keras.layers.Dense(1)(keras.layers.Add()(parts))
+        return prepare(keras.Model(inputs, outputs))
+
+
+def warnings_of_predictions_with_a_number_for_each_row(case: str) -> Any:
+    """Returns how many warnings an evaluation and a prediction of 20 rows in batches of 8 give."""
+    model = _adding_a_number_for_each_row(int(case))
+    model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((X[:20], X[:20, :1])).batch(8)
+    counts = []
+    for run in (model.evaluate, model.predict):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(data, verbose=0)
+        counts.append(sum("adds a number to each row" in str(w.message) for w in caught))
+    return counts
+
+
 def training_with_a_number_for_each_row(case: str) -> Any:
     """Returns the losses of batches of 8 rows, in a graph and in eager mode, and the warnings.
 
@@ -309,11 +332,8 @@ def training_with_a_number_for_each_row(case: str) -> Any:
         warnings.simplefilter("always")
         for run_eagerly in (False, True):
             keras.utils.set_random_seed(1)
+            model = _adding_a_number_for_each_row(int(case))
             with here.strategy.scope():
-                inputs = keras.Input((6,))
-                parts = [keras.layers.Dense(units)(inputs) for units in (int(case), 1)]
-                outputs = keras.layers.Dense(1)(keras.layers.Add()(parts))
-                model = prepare(keras.Model(inputs, outputs))
                 model.compile("sgd", "mse", run_eagerly=run_eagerly)
             history = model.fit(X[:24], X[:24, :1], batch_size=8, shuffle=False, verbose=0)
             losses.append(history.history["loss"][0])

@@ -166,9 +166,16 @@ def slice_in_step(
             known = state.traced.equal_on_replicas
             known[id(variable)] = is_equal and known.get(id(variable), True)
 
+    is_alone = placement_of(model.distribute_strategy).replicas == 1
+
+    def note_addend(rows: set[int]) -> None:
+        # Plain Keras, too, traces `fit` and `evaluate` without a number of rows that may vary.
+        if not is_alone or name == "predict_step":
+            state.traced.addends.setdefault(name, set()).update(rows)
+
     replica_slice = batch.slice_of(
         local,
-        alone=placement_of(model.distribute_strategy).replicas == 1,
+        alone=is_alone,
         sync_batch_norm=state.options.sync_batch_norm,
     )
     return replica_slice._replace(
@@ -176,7 +183,7 @@ def slice_in_step(
         note_unknown=note_unknown,
         note_trusted=note_trusted,
         note_assigned=note_assigned,
-        note_addend=state.traced.addends.setdefault(name, set()).update,
+        note_addend=note_addend,
         note_gather=lambda: state.traced.gathers.add(name),
     )
 
