@@ -255,6 +255,8 @@ class DistributedModel(keras.Model):
             reduction = self._reduction
 
             def reduce(gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+                if self.run_eagerly and names:
+                    self._warn_of_unused_slots(len(names))
                 return reduce_gradients(gradients, names=names, **reduction)
 
             for optimizer in model_checks.optimizers_of(self):
@@ -311,6 +313,27 @@ class DistributedModel(keras.Model):
                 # The line of the user's program that calls `fit` or another method.
                 stacklevel=5,
             )
+
+    def _warn_of_unused_slots(self, updated: int) -> None:
+        """Warns once on the chief if the optimizer has slots for weights that a step never updates.
+
+        Args:
+            updated: how many weights the step updates.
+        """
+        state, optimizer = state_of(self), model_checks.optimizers_of(self)[0]
+        # `iterations` and the rate are no slots.
+        has_more = updated < len(self.trainable_variables) and len(optimizer.variables) > 2
+        is_alone = len(model_checks.optimizers_of(self)) == 1
+        if has_more and is_alone and "unused slots" not in state.told:
+            state.told.add("unused slots")
+            if self._placement.is_chief:
+                warnings.warn(
+                    f"run_eagerly=True: the optimizer has slots for all "
+                    f"{len(self.trainable_variables)} weights, and the train_step updates "
+                    f"{updated} of them. Plain Keras makes slots only for these. No weight and no "
+                    "log differs.",
+                    stacklevel=2,
+                )
 
     def _warn_of_microbatches(self) -> None:
         """Warns on the chief if a BatchNormalization sees the rows of one microbatch at a time."""

@@ -1056,6 +1056,33 @@ def warnings_of_eager_code(case: str) -> Any:
     return [words for words in (str(w.message) for w in caught) if "run_eagerly=True" in words]
 
 
+class UpdatesTheLastLayer(keras.Model):
+    """A step that updates the weights of the last layer alone."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        weights = self.layers[-1].trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+def warnings_of_unused_slots(case: str) -> Any:
+    """Returns the warnings of slots that no step updates, and the numbers of slots."""
+    optimizer, mode = case.split()
+    with here.strategy.scope():
+        inputs = keras.Input((6,))
+        outputs = keras.layers.Dense(3)(keras.layers.Dense(4)(inputs))
+        model = prepare(UpdatesTheLastLayer(inputs, outputs))
+        model.compile(optimizer, "mse", run_eagerly=mode == "eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(X, X[:, :3], batch_size=24, epochs=2, verbose=0)
+    told = [str(w.message) for w in caught if "has slots for all" in str(w.message)]
+    return told, len(model.optimizer.variables)
+
+
 def wrong_steps_counted_in_python() -> Any:
     return _counting(eagerly=True, squares=True)
 

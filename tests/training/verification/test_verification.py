@@ -344,6 +344,17 @@ def test_eager_code_of_the_user_is_told_once_for_each_step(
     assert not any(of_others)
 
 
+@pytest.mark.parametrize("case", ["adam eager", "adam graph", "sgd eager"])
+@behaviour(verification.warnings_of_unused_slots, at=[ONE_DEVICE, TWO_REPLICAS, TWO_WORKERS])
+def test_slots_that_plain_keras_does_not_make_are_told(results: list[Any], case: str) -> None:
+    """The last of two layers is updated. Adam has two slots for each of its weights."""
+    of_chief, *of_others = [told for told, _ in results]
+    slots = {"adam eager": 2 * 4, "adam graph": 2 * 2, "sgd eager": 0}
+    assert [count - 2 for _, count in results] == [slots[case]] * len(results)
+    assert len(of_chief) == (case == "adam eager")
+    assert not any(of_others)
+
+
 @behaviour(verification.wrong_steps_counted_in_python, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_number_that_counts_is_not_taken_for_rounding(errors: list[list[str]]) -> None:
     for error, message in errors:
