@@ -281,6 +281,12 @@ def test_a_layer_that_takes_its_rows_from_a_shape_is_told_what_to_do(errors: lis
 ELSEWHERE = ["all in the scope", "all outside", "rows in the scope", "rows outside"]
 
 
+@behaviour(custom_steps.predictions_of_one_number, at=[ONE_DEVICE])
+def test_a_prediction_may_be_one_number(results: list[Any]) -> None:
+    [(of_keras, prepared)] = results
+    assert prepared == of_keras
+
+
 @pytest.mark.parametrize("case", ELSEWHERE)
 @behaviour(usage.variable_elsewhere, at=few(TWO_REPLICAS, of=SEVERAL))
 def test_a_variable_that_is_not_found_is_refused(errors: list[list[str]]) -> None:

@@ -196,6 +196,21 @@ def log_of_rows() -> Any:
     return [np.asarray(log).tolist(), np.asarray(losses).tolist(), len(told)]
 
 
+class PredictsANumber(keras.Model):
+    """A model whose `predict_step` returns one number for all rows."""
+
+    def predict_step(self, data: Any) -> Any:
+        return keras.ops.sum(data)
+
+
+def predictions_of_one_number() -> Any:
+    """Returns what `predict` of one batch returns for such a model, by Keras and by tfmulti."""
+    alone = PredictsANumber()
+    with here.strategy.scope():
+        prepared = prepare(PredictsANumber())
+    return [float(model.predict(X[:8], verbose=0)) for model in (alone, prepared)]
+
+
 def _text_logs(*, counts: bool, eagerly: bool = False) -> Any:
     with here.strategy.scope():
         inputs = keras.Input((3,))

@@ -157,7 +157,8 @@ def warn_of_initial_states(model: keras.Model) -> None:
         if not same and placement.is_chief:
             warnings.warn(
                 f"the metric {metric.name!r} begins with numbers that its reset_state does not "
-                "set, so its first results may differ from plain Keras. Set them in reset_state.",
+                "set, so its first results may differ from plain Keras. Set them in reset_state, "
+                "and give each compile a new metric.",
                 stacklevel=4,
             )
 
