@@ -36,7 +36,8 @@ def read(objects: Iterable[Any]) -> Attributes:
 
 def classes_of_user(cls: type) -> tuple[type, ...]:
     """Returns those of a class and the classes that it inherits from that no library defines."""
-    return tuple(part for part in cls.__mro__ if not part.__module__.startswith(_LIBRARIES))
+    # A class of an extension in C may have another `__module__` than a text.
+    return tuple(c for c in cls.__mro__ if not str(c.__module__).startswith(_LIBRARIES))
 
 
 def slots_of(owner: Any) -> dict[str, Any]:

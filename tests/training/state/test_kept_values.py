@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
+import functools
 import os
 import pickle
 import time
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti.training.state import relocation
+from tfmulti.training.state import names_from_data, relocation
 from tfmulti.training.state.kept_values import KeptValues
 
 
@@ -74,6 +76,7 @@ class Schedule:
 RATE = 0.5
 FOLDER = Path("folder")
 PACKED: Any = None
+CLOCKS = {"wall": functools.partial(time.time)}
 TABLE = {"of": {"pairs": [1.0, 2.0]}}
 WEIGHTS = np.ones(3)
 CHOSEN = {1, 2}
@@ -249,6 +252,9 @@ def test_a_value_with_a_name_from_data_is_found(
         (lambda o: getattr(o.inner, f"rate_{o.kind}"), False),
         (lambda o: (vars(o)["rate"], o.__dict__["rate"]), False),
         (lambda o: getattr(o, o.kind), True),
+        (lambda o: getattr(o, f"rate{o.kind}"), True),
+        (lambda o, kind="rate": getattr(o, kind), True),
+        (lambda o: o.__getattribute__(o.kind), True),
         (lambda o: (getattr(o, o.kinds[0]), {"loss": 1}), True),
         (lambda o: vars(o)[o.kind], True),
         (lambda o: [getattr(o, kind) for kind in o.kinds], True),
@@ -262,6 +268,59 @@ def test_names_from_data_are_told_from_constants(names: Any, is_from_data: bool)
     assert not code.may_read("any_function", twice)
 
 
+def test_names_are_from_data_if_the_file_of_the_program_was_changed(tmp_path: Path) -> None:
+    file = tmp_path / "changed_while_it_runs.py"
+    file.write_text("def rate(o):\n    return getattr(o, 'rate')\n")
+    namespace: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), namespace)
+    layer = Configured()
+    layer.helper = namespace["rate"]
+    for text, is_from_data in (
+        (file.read_text(), False),
+        ("def other(a):\n    return getattr(a, 'rate')\n", True),
+        ("x = (", True),
+        ("", True),
+    ):
+        file.write_text(text)
+        names_from_data.takes_names_from_data.cache_clear()
+        code = KeptValues(relocation.find(layer), "train_step").code
+        assert code.may_read("any_attribute", 1.0) is is_from_data
+
+
+class Monitor(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        Path(str(epoch)).read_text()
+
+
+class Exported(keras.Model):
+    """Reads files in methods that no step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.monitor = Monitor()
+
+    def export(self, path: Any) -> Any:
+        return Path(path).read_text()
+
+    def load_data(self, path: Any) -> Any:
+        return np.load(path)
+
+    def train_step(self, data: Any) -> Any:
+        return {"loss": self.compute_loss(data, data)}
+
+
+def test_files_that_other_methods_read_are_not_told() -> None:
+    assert KeptValues(relocation.find(Exported()), "train_step").code.reads_elsewhere() is None
+
+
+def test_an_attribute_that_loading_weights_sets_in_keras_is_not_told(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.save_weights(tmp_path / "model.weights.h5")
+    kept = KeptValues(relocation.find(model), "train_step")
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert kept.first_new([]) is None
+
+
 @pytest.mark.parametrize(
     ("read", "what"),
     [
@@ -272,11 +331,13 @@ def test_names_from_data_are_told_from_constants(names: Any, is_from_data: bool)
         (lambda: keras.utils.load_img("file"), "a file or a folder"),
         (lambda: tf.io.read_file("file"), None),
         (lambda: twice("loaded"), None),
-        (lambda: Path("file"), "a file or a folder"),
+        (lambda: isinstance(FOLDER, Path), None),
         (lambda: FOLDER.joinpath("file").read_text(), "a file or a folder"),
         (lambda: os.path.getmtime("file"), "a file or a folder"),
         (lambda: time.time(), "the time"),
         (lambda: monotonic(), "the time"),
+        (lambda: CLOCKS["wall"](), "the time"),
+        (time.time, "the time"),
         (lambda: datetime.datetime.now(), "the time"),
         (lambda: os.environ["RATE"], "the environment"),
         (lambda: globals()["RATE"], "values by their names"),
@@ -292,6 +353,89 @@ def test_what_a_step_reads_from_outside_of_the_program_is_found(
     layer.helper = read
     found = KeptValues(relocation.find(layer), "train_step").code.reads_elsewhere()
     assert (found and found[0]) == what
+
+
+HELD: Any = None
+
+
+class Holds(keras.layers.Layer):
+    """Reads one global value."""
+
+    def call(self, x: Any) -> Any:
+        return x, HELD
+
+
+def _shared(leaf: Any) -> Any:
+    """Returns a list that holds the same list twice, which does so, too, and so on."""
+    for _ in range(60):
+        leaf = [leaf, leaf]
+    return leaf
+
+
+def _cyclic(number: int) -> Any:
+    found: dict[str, Any] = {"number": number}
+    found["near"] = [found]
+    return found
+
+
+def _structured(number: int) -> np.ndarray:
+    return np.array([(1, [number])], [("a", "i4"), ("b", "O")])
+
+
+class RaisesIfCompared:
+    def __eq__(self, other: object) -> bool:
+        raise ValueError(other)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda n: _shared([n]), 1),
+        (_cyclic, 1),
+        (lambda n: [True, n], True),
+        (lambda n: {"a": n}, True),
+        (lambda n: [(n, 2)] * 3, 1),
+        (lambda n: [0.5, float("nan"), n], 1),
+        (lambda n: (1.0, (float("nan"), n)), 1),
+        (lambda n: np.ma.array([1, 2], mask=[False, bool(n)]), 1),
+        (_structured, 1),
+        (lambda n: np.array([n], "datetime64[s]"), 1),
+        (lambda n: slice(0, n), 1),
+        (lambda n: bytearray([n]), 1),
+        (lambda n: bytes([n]), 1),
+        (lambda n: Path(str(n)), 1),
+        (lambda n: {Path(str(n))}, 1),
+        (lambda n: {(n, "a")}, 1),
+        (lambda n: datetime.timedelta(n), 1),
+        (lambda n: tf.TensorShape([n]), 1),
+        (lambda n: collections.UserList([n]), 1),
+        (lambda n: {(n, 1): 1}, 1),
+    ],
+)
+def test_an_equal_copy_is_not_told_and_another_value_is(
+    make: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HELD", make(0))
+    kept = KeptValues(relocation.find(Holds()), "train_step")
+    monkeypatch.setitem(globals(), "HELD", make(0))
+    assert kept.first_new([]) is None
+    monkeypatch.setitem(globals(), "HELD", make(other))
+    assert kept.first_new([]) == "HELD, which Holds.call reads,"
+
+
+@pytest.mark.parametrize(
+    "value", [{(RaisesIfCompared(), 1): 1}, {RaisesIfCompared()}, [RaisesIfCompared()]]
+)
+def test_values_that_cannot_be_compared_are_left_alone(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HELD", value)
+    kept = KeptValues(relocation.find(Holds()), "train_step")
+    monkeypatch.setitem(globals(), "HELD", type(value)(value))
+    assert kept.first_new([]) is None
 
 
 def test_a_value_of_another_step_is_not_told() -> None:
@@ -382,7 +526,6 @@ def test_a_changed_value_of_a_closure_is_found() -> None:
         (lambda: keras.optimizers.SGD(), "clipnorm", 0.1),
         (lambda: keras.layers.Normalization(), "mean", tf.zeros(2)),
         (lambda: keras.layers.Dropout(0.1), "trainable", False),
-        (lambda: keras.losses.Huber(0.5), "_fn_kwargs", {"delta": 1.0}),
         (
             lambda: keras.optimizers.SGD(),
             "learning_rate",
@@ -394,7 +537,7 @@ def test_a_changed_setting_of_keras_is_found(make: Any, name: str, value: Any) -
     owner = make()
     found = change_of(owner, lambda owner: setattr(owner, name, value))
     assert found is not None
-    assert found.startswith(f"{type(owner).__name__}.{name.removeprefix('_')}")
+    assert found.startswith(f"{type(owner).__name__}.{name}")
 
 
 def test_a_changed_regularizer_of_a_variable_is_found() -> None:

@@ -8,17 +8,13 @@ values, and compares the copies with the values of now.
 
 from __future__ import annotations
 
-import collections
 import functools
 import types
-import weakref
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfmulti.distribution.python_attributes import (
     all_values_of,
@@ -26,22 +22,16 @@ from tfmulti.distribution.python_attributes import (
     classes_of_user,
 )
 from tfmulti.training.state import relocation, step_code
-from tfmulti.training.state.step_code import (
-    FUNCTIONS,
-    NUMBERS_AND_TEXTS,
-    PARTS_OF_KERAS,
-    Owner,
-    StepCode,
-)
+from tfmulti.training.state.step_code import Owner, StepCode
+from tfmulti.training.state.value_copies import ABSENT, copied, has_changed
 
-# Private attributes of Keras' parts that hold what their public properties or arguments set.
-_BEHIND_PROPERTIES = ("_trainable", "_learning_rate", "_fn_kwargs")
+# Private attributes of Keras' parts that hold what their public properties set.
+_BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
 # The classes of Keras whose methods use names that a user's attribute may also have.
 _BASES = (
     *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
     *(keras.optimizers.Optimizer, *keras.Model.__mro__[1:]),
 )
-_ABSENT = ("None", None)
 
 
 # What reads values by name, and what says a name in words.
@@ -54,7 +44,7 @@ class _Kept(NamedTuple):
     Attributes:
         read: returns the values as they are now, by name.
         words: returns a name in words.
-        before: for each name, what `_comparable` returned for its value.
+        before: for each name the copy of its value, as `value_copies` makes it.
         is_outside: whether the values are outside of the model, such as globals.
     """
 
@@ -92,7 +82,7 @@ class KeptValues:
             ),
         ]
         self._kept = [
-            _Kept(read, words, {n: _comparable(v) for n, v in read().items()}, is_outside)
+            _Kept(read, words, {n: copied(v) for n, v in read().items()}, is_outside)
             for readers, is_outside in ((of_model, False), (outside, True))
             for read, words in readers
         ]
@@ -143,8 +133,8 @@ class KeptValues:
         for read, words, before, is_outside in self._kept:
             now = read()
             for name in {**before, **now}:
-                current = _comparable(now.get(name))
-                if current is not None and _is_new(before.get(name, _ABSENT), current):
+                current = copied(now.get(name))
+                if has_changed(before.get(name, ABSENT), current):
                     yield words(name), current[0], is_outside
 
 
@@ -182,8 +172,10 @@ def _attributes(owner: Any, code: StepCode) -> dict[str, Any]:
             return name in _BEHIND_PROPERTIES
         if own and code.may_read(name, value):
             return True
+        # Keras takes some attributes for False if they are absent, and sets them to False later.
+        is_unset = value is None or value is False
         is_data = isinstance(value, (np.ndarray, list, tuple, dict, set))
-        return not is_data and name in _named_by_keras(kind)
+        return not (is_unset or is_data) and name in _named_by_keras(kind)
 
     return {name: value for name, value in values.items() if may_be_read(name, value)}
 
@@ -201,119 +193,3 @@ def _named_by_keras(cls: type) -> frozenset[str]:
 def _rules_of_variable(variable: Any) -> dict[str, Any]:
     """Returns what Keras reads of a variable while it traces a step."""
     return {"regularizer": variable.regularizer, "constraint": variable.constraint}
-
-
-class _Same:
-    """An object that equals itself alone."""
-
-    def __init__(self, value: Any) -> None:
-        self._held = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._held is other._held
-
-    def __hash__(self) -> int:
-        return id(self._held)
-
-
-class _Collection(NamedTuple):
-    """A copy of a list, tuple or dict.
-
-    Attributes:
-        keys: the keys of a dict.
-        items: the entries themselves if they are plain, or what `_comparable` returns for them.
-        is_plain: whether all entries are of the types `NUMBERS_AND_TEXTS`.
-    """
-
-    keys: list[Any]
-    items: list[Any]
-    is_plain: bool
-
-    def comparable(self) -> list[tuple[str, Any] | None]:
-        """Returns what `_comparable` returns for the entries."""
-        return list(map(_comparable, self.items)) if self.is_plain else self.items
-
-
-def _comparable(value: Any, outer: tuple[Any, ...] = ()) -> tuple[str, Any] | None:
-    """Returns a copy of a value for `_is_new`, with its kind; None if it cannot be compared.
-
-    Args:
-        value: the value.
-        outer: the collections that the value is in, from the outside inwards.
-    """
-    try:
-        return _copied(value, outer)
-    except Exception:  # The user's own class may raise anything.
-        return None
-
-
-def _copied(value: Any, outer: tuple[Any, ...]) -> tuple[str, Any] | None:
-    """Returns what `_comparable` does, or raises what the methods of the value raise."""
-    if type(value) in weakref.ProxyTypes:
-        return None
-    if isinstance(value, (bool, np.bool_)):
-        return "bool", bool(value)
-    if value is None or isinstance(value, str):
-        return "None" if value is None else "text", value
-    if isinstance(value, (int, float, complex, np.number)):
-        return "number", "nan" if value != value else value
-    if isinstance(value, (*FUNCTIONS, type)):
-        return "part", value
-    if isinstance(value, range):
-        return "range", value
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "OUS":
-            return _copied([value.shape, value.reshape(-1).tolist()], outer)
-        numbers = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return "array", (value.dtype, value.shape, zlib.crc32(numbers.data))
-    # A table of pandas or of another library.
-    if hasattr(type(value), "to_numpy"):
-        return _copied([len(value), value.to_numpy()], outer)
-    if isinstance(value, (set, frozenset)):
-        return "set", frozenset(map(_hashable, value))
-    if isinstance(value, functools.partial):
-        return _copied([value.func, value.args, value.keywords], outer)
-    # A class of settings may have the methods of a dict without being one.
-    is_mapping = isinstance(value, Mapping) or all(
-        hasattr(type(value), name) for name in ("keys", "items", "__getitem__", "__len__")
-    )
-    if is_mapping or isinstance(value, (list, tuple, collections.deque)):
-        if any(value is collection for collection in outer):
-            return None
-        keys = [_hashable(key) for key, _ in value.items()] if is_mapping else []
-        items = [item for _, item in value.items()] if is_mapping else list(value)
-        if NUMBERS_AND_TEXTS.issuperset(map(type, items)):
-            return "collection", _Collection(keys, items, is_plain=True)
-        items = [_comparable(item, (*outer, value)) for item in items]
-        return "collection", _Collection(keys, items, is_plain=False)
-    if isinstance(value, tf.Tensor):
-        return None if tf.is_symbolic_tensor(value) else ("tensor", _Same(value))
-    is_object = isinstance(value, PARTS_OF_KERAS) or classes_of_user(type(value))
-    return ("part", _Same(value)) if is_object else None
-
-
-def _hashable(value: Any) -> Any:
-    """Returns a value that equals others as a number or a text does, or else itself alone."""
-    by_value = (str, bytes, int, float, complex, np.number, type(None), tuple, frozenset)
-    return value if isinstance(value, by_value) else _Same(value)
-
-
-def _is_new(value: tuple[str, Any] | None, current: tuple[str, Any] | None) -> bool:
-    """Returns whether a value that `_comparable` gave has become another one."""
-    if value is None or current is None:
-        return False
-    if value[0] == current[0] == "collection":
-        return _is_new_collection(value[1], current[1])
-    try:
-        return bool(value != current)
-    except Exception:  # The user's own class may raise anything.
-        return False
-
-
-def _is_new_collection(before: _Collection, now: _Collection) -> bool:
-    """Returns whether an entry of a collection has become another one."""
-    if before.keys != now.keys or len(before.items) != len(now.items):
-        return True
-    if before.is_plain and now.is_plain and before.items == now.items:
-        return False
-    return any(map(_is_new, before.comparable(), now.comparable()))

@@ -7,12 +7,12 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tfmulti.training.state import relocation
 
 # What reads an attribute by a name that is a text.
-_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter"})
+_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattribute__"})
 
 
 @functools.cache
@@ -26,7 +26,10 @@ def takes_names_from_data(code: types.CodeType) -> bool:
         return False
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError, TypeError):
+        is_source = any(_names(code) == _names(c) for c in _inside(compile(source, "", "exec")))
+    except Exception:  # The file may have been changed to anything since it was imported.
+        return True
+    if not is_source:
         return True
     nodes = list(ast.walk(source))
     values = _values_of_names(nodes)
@@ -41,7 +44,7 @@ def takes_names_from_data(code: types.CodeType) -> bool:
         function = ast.unparse(call.func).rpartition(".")[2]
         if function == "getattr":
             names += call.args[1:2]
-        elif function == "attrgetter":
+        elif function in ("attrgetter", "__getattribute__"):
             names += call.args
         elif function == "vars":
             names.append(asked.get(id(call)))
@@ -50,10 +53,28 @@ def takes_names_from_data(code: types.CodeType) -> bool:
     return not all(_has_text(name, values) for name in names)
 
 
-def _values_of_names(nodes: list[ast.AST]) -> dict[str, list[ast.expr]]:
-    """Returns the expressions whose values, or entries, the local variables of a source get."""
-    values: dict[str, list[ast.expr]] = {}
+def _inside(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields a code and the codes of the functions inside it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _inside(part)
+
+
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], set[str]]:
+    """Returns the names of a code, which are the same if its function is compiled alone."""
+    return code.co_varnames, {*code.co_names, *code.co_freevars} - {"__class__"}
+
+
+def _values_of_names(nodes: list[ast.AST]) -> dict[str, list[ast.expr | None]]:
+    """Returns what the local variables of a source get: expressions, or those of their entries.
+
+    It is None for what the caller of a function gives.
+    """
+    values: dict[str, list[ast.expr | None]] = {}
     for node in nodes:
+        if isinstance(node, ast.arg):
+            values.setdefault(node.arg, []).append(None)
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
         elif isinstance(node, (ast.For, ast.comprehension)):
@@ -66,8 +87,11 @@ def _values_of_names(nodes: list[ast.AST]) -> dict[str, list[ast.expr]]:
     return values
 
 
-def _has_text(node: ast.expr | None, values: Mapping[str, list[ast.expr]]) -> bool:
-    """Returns whether a source has the text that an expression gives, or a part of it."""
+def _has_text(node: ast.expr | None, values: Mapping[str, list[ast.expr | None]]) -> bool:
+    """Returns whether a source has the text that an expression gives, or a part of it.
+
+    The part is one that `StepCode.may_read` knows: it begins or ends with `_`.
+    """
     if isinstance(node, ast.Name):
         of_name = values.get(node.id, [])
         others = {name: of_other for name, of_other in values.items() if name != node.id}
@@ -75,5 +99,6 @@ def _has_text(node: ast.expr | None, values: Mapping[str, list[ast.expr]]) -> bo
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return all(_has_text(entry, values) for entry in node.elts)
     if isinstance(node, (ast.JoinedStr, ast.BinOp)):
-        return any(isinstance(part, ast.Constant) for part in ast.walk(node))
+        parts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+        return any(isinstance(p, str) and len(p) > 1 and "_" in (p[0], p[-1]) for p in parts)
     return isinstance(node, ast.Constant)

@@ -16,13 +16,12 @@ import dis
 import functools
 import glob
 import os
-import pathlib
 import re
 import sys
 import time
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -39,53 +38,54 @@ from tfmulti.keras_patches.variables import attributes_of
 from tfmulti.training.state import relocation
 from tfmulti.training.state.names_from_data import takes_names_from_data
 from tfmulti.training.state.user_lines import is_module_of_user, is_of_library
+from tfmulti.training.state.value_copies import FUNCTIONS, NUMBERS_AND_TEXTS, PARTS_OF_KERAS
 
 _Module = types.ModuleType
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-PARTS_OF_KERAS = (
-    *(keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer),
-    *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
-    *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
-)
-# Values without attributes that a step may read, and which equal others by themselves.
-NUMBERS_AND_TEXTS: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 _WITHOUT_OBJECTS = (*NUMBERS_AND_TEXTS, np.ndarray, np.generic)
 _Cached = type(functools.cache(len))
 _STEPS = ("train_step", "test_step", "predict_step")
-# What a step may read from outside of the program, and the functions and classes that read it.
-_FILES, _ENVIRONMENT = "a file or a folder", "the environment"
-_ELSEWHERE: dict[Any, str] = {
-    **dict.fromkeys(
-        [
-            *(open, pathlib.Path, os.listdir, os.scandir, os.stat, os.walk, os.path.exists),
-            *(os.path.getmtime, os.path.getsize, os.path.isdir, os.path.isfile, glob.glob),
+# What a step may read from outside of the program, by the ids of the functions that read it.
+_FILES, _TIME, _ENVIRONMENT = "a file or a folder", "the time", "the environment"
+_ELSEWHERE = {
+    id(function): what
+    for what, functions in {
+        _FILES: (
+            *(open, os.open, os.listdir, os.scandir, os.stat, os.walk, os.path.exists, glob.glob),
+            *(os.path.getmtime, os.path.getsize, os.path.isdir, os.path.isfile),
             *(np.genfromtxt, np.fromfile, np.memmap),
             *(tf.io.gfile.GFile, tf.io.gfile.exists, tf.io.gfile.glob, tf.io.gfile.listdir),
-        ],
-        _FILES,
-    ),
-    **dict.fromkeys(
-        [
+        ),
+        _TIME: (
             *(time.time, time.time_ns, time.monotonic, time.perf_counter, time.process_time),
             *(time.localtime, time.gmtime, time.strftime, time.ctime),
-            *(datetime.datetime, datetime.date),
-        ],
-        "the time",
-    ),
-    os.getenv: _ENVIRONMENT,
-    **dict.fromkeys([eval, exec, globals], "values by their names"),
+        ),
+        _ENVIRONMENT: (os.getenv, os.environ),
+        "the input of the program": (input,),
+        "values by their names": (eval, exec, globals),
+    }.items()
+    for function in functions
+}
+# Methods that read from outside, and the classes that have them, if others may have them, too.
+_READING_METHODS = {
+    **dict.fromkeys(("read_text", "read_bytes", "iterdir"), (None, _FILES)),
+    **dict.fromkeys(("now", "today", "utcnow"), ((datetime.datetime, datetime.date), _TIME)),
 }
 # The names of functions of installed packages that read files, such as `pandas.read_csv`. Functions
 # of TensorFlow such as `tf.io.read_file` are part of the graph.
 _READERS = re.compile(
     r"(?!tensorflow\.).*\.(read|im_?read|load|open|urlopen|get_file|\w*File)(_\w+|txt)?"
 )
+# Keras calls the methods of these classes while no step runs.
+_BESIDE_STEPS = (keras.callbacks.Callback, keras.utils.PyDataset)
 # Methods that Keras or Python calls by themselves, but while no step runs.
 _OUTSIDE_OF_STEPS = frozenset(
     [
         *("__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__del__"),
         *("__repr__", "__str__", "__setattr__", "__getstate__", "__setstate__", "__reduce__"),
         *("build", "compile", "fit", "evaluate", "predict", "summary", "save", "save_weights"),
+        *("train_on_batch", "test_on_batch", "predict_on_batch", "make_train_function"),
+        *("make_test_function", "make_predict_function", "reset_metrics", "stateless_call"),
+        *("export", "to_json", "quantize"),
         *("get_config", "from_config", "get_build_config", "build_from_config", "reset_state"),
         *("save_own_variables", "load_own_variables", "compile_from_config", "load_weights"),
     ]
@@ -130,6 +130,8 @@ class StepCode:
         self._beginnings: tuple[str, ...] = ()
         self._ends: tuple[str, ...] = ()
         self.owners: dict[int, Owner] = {}
+        # Functions that read from outside of the program, by the names that hold them.
+        self._held_readers: dict[str, Any] = {}
         self._step = step
         # The methods that no function has named so far.
         self._methods: dict[str, list[types.FunctionType]] = {}
@@ -162,7 +164,7 @@ class StepCode:
         is_special = name.startswith("__") and name.endswith("__")
         # Keras asks the cell of a recurrent layer for its first state.
         is_of_cell = name == "get_initial_state"
-        of_keras = (part for part in cls.__mro__ if is_of_keras(part))
+        of_keras = (p for p in cls.__mro__ if is_of_keras(p) and not issubclass(p, _BESIDE_STEPS))
         return is_special or is_of_cell or any(name in vars(part) for part in of_keras)
 
     def _follow(self) -> None:
@@ -199,10 +201,14 @@ class StepCode:
         known already, so only functions are noted.
         """
         to_reach = collections.deque([(value, name)])
+        reached: dict[int, Any] = {}
         while to_reach:
             value, name = to_reach.popleft()
-            if type(value) in weakref.ProxyTypes:
+            if type(value) in weakref.ProxyTypes or id(value) in reached:
                 continue
+            reached[id(value)] = value
+            if id(value) in _ELSEWHERE:
+                self._held_readers.setdefault(name, value)
             value, *wrapped = _with_wrapped(value)
             to_reach.extend((inner, name) for inner in wrapped)
             if isinstance(value, types.MethodType):
@@ -255,20 +261,24 @@ class StepCode:
         """Returns what a function reads from outside of the program, such as a file, or None.
 
         Returns:
-            What it reads, and the name of the function.
+            What it reads, and the name of the function, or of the attribute that holds one.
         """
         for function in self.functions:
+            before: Any = None
             for name, _, value in _named(function):
-                if value is os.environ:
-                    return _ENVIRONMENT, function.__qualname__
-                if name in ("read_text", "read_bytes"):
-                    return _FILES, function.__qualname__
-                if not isinstance(value, (*FUNCTIONS, type)):
-                    continue
-                if value in _ELSEWHERE:
-                    return _ELSEWHERE[value], function.__qualname__
-                if _READERS.fullmatch(f"{value.__module__}.{name}") and _is_installed(value):
-                    return _FILES, function.__qualname__
+                classes, of_method = _READING_METHODS.get(name, ((), None))
+                what = _ELSEWHERE.get(id(value))
+                if classes is None or before in classes:
+                    what = of_method
+                elif isinstance(value, (*FUNCTIONS, type)) and _is_installed(value):
+                    is_reader = _READERS.fullmatch(f"{value.__module__}.{name}")
+                    what = what or (_FILES if is_reader else None)
+                if what is not None:
+                    return what, function.__qualname__
+                before = value
+        for name, reader in self._held_readers.items():
+            if name.partition("[")[0].rpartition(".")[2] in self.names:
+                return _ELSEWHERE[id(reader)], name
         return None
 
     def makes_parts_of_keras(self) -> bool:
@@ -301,7 +311,13 @@ def _with_wrapped(value: Any) -> list[Any]:
 def _entries_of(values: Any, name: str) -> list[tuple[Any, str]]:
     """Returns the entries of a list, tuple or dict that a function may reach, and their names."""
     # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
-    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    pairs: Iterable[tuple[Any, Any]]
+    # The methods of a subclass may do anything. A proxy is none: it says that it is a dict.
+    if isinstance(values, dict):
+        pairs = dict.items(values) if issubclass(type(values), dict) else values.items()
+    else:
+        of_kind = next((k for k in (list, tuple) if issubclass(type(values), k)), type(values))
+        pairs = enumerate(of_kind.__iter__(values))
     return [
         (item, f"{name}[{relocation.key_in_words(key)}]")
         for key, item in list(pairs)

@@ -83,6 +83,7 @@ class TracedStep:
         changed: the names of the values in Python that traces of steps change.
         draws: for each eager step whether it may draw from Python's generator.
         batches: for each step how many times it was called for one batch.
+        compared_s: how long the last comparison of values in Python took, in seconds.
         compared: the reasons of the `train_step` that a comparison with one device has settled.
         is_compared_now: whether a comparison with one device runs. It may show that the reasons do
             not matter.
@@ -102,6 +103,7 @@ class TracedStep:
     changed: set[str] = field(default_factory=set)
     draws: dict[str, bool] = field(default_factory=dict)
     batches: Counter[str] = field(default_factory=Counter)
+    compared_s: float = 0.0
     compared: set[str] = field(default_factory=set)
     is_compared_now: bool = False
     optimizer_variables: dict[Any, Any] | None = None

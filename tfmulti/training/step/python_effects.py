@@ -11,6 +11,7 @@ import contextlib
 import functools
 import pickle
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,8 +28,9 @@ from tfmulti.training.state.kept_values import KeptValues
 from tfmulti.training.state.step_code import StepCode
 from tfmulti.training.state.trainer_state import state_of
 
-# So many calls for one batch compare the values. Afterwards every tenth call compares them.
-_ALWAYS_COMPARED = 10
+# So many calls for one batch compare the values. Afterwards each tenth call does, or each hundredth
+# if a comparison has taken longer than this.
+_ALWAYS_COMPARED, _OFTEN, _SLOWLY, _SLOW_S = 10, 10, 100, 0.02
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -190,17 +192,21 @@ def warn_of_old_values(model: keras.Model, step: str, *, is_batch: bool = False)
         model: the prepared model.
         step: such as `train_step`.
         is_batch: whether a method for one batch is called. To compare the values of 300 layers
-            takes 16 ms, so after the first calls only each tenth call does it.
+            takes 10 ms, so after the first calls only some do it.
     """
     if not placement_of(model.distribute_strategy).is_chief:
         return
     traced = state_of(model).traced
     if is_batch:
         traced.batches[step] += 1
-        if traced.batches[step] > _ALWAYS_COMPARED and traced.batches[step] % _ALWAYS_COMPARED:
+        is_slow = traced.compared_s > _SLOW_S
+        is_first = traced.batches[step] <= _ALWAYS_COMPARED and not is_slow
+        if not is_first and traced.batches[step] % (_SLOWLY if is_slow else _OFTEN):
             return
     values = traced.values.get(step)
+    began = time.perf_counter()
     changed = None if values is None else values.first_new(traced.changed)
+    traced.compared_s = time.perf_counter() - began
     if changed is not None:
         del traced.values[step]
         warnings.warn(
