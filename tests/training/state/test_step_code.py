@@ -229,6 +229,13 @@ def test_a_value_that_a_step_reads_in_some_way_is_found(
     assert found is None if name is None else found is not None and found.startswith(name)
 
 
+def test_a_class_without_the_name_of_a_module_is_taken_for_the_users() -> None:
+    """A class of an extension in C may have one, such as that of an open file of h5py."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.held = type("Held", (), {"__module__": property(str)})()
+    assert KeptValues(relocation.find(model), "train_step").first_new([]) is None
+
+
 def test_methods_and_partial_functions_that_a_model_holds_are_followed() -> None:
     held = Config()
     for loss in (held.loss, functools.partial(Config.loss, held)):
