@@ -47,7 +47,7 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--config", "none.json"], {}, "--config none.json: No such file"),
     (["--config", "odd.json"], {}, "no field 'epoch'; did you mean 'epochs'"),
     (["--global_batch_size", "4", "--per_replica_batch_size", "2"], {}, "Give one of them"),
-    (["--dataset", "npz:whole.npz"], {}, "no batch size of its own"),
+    (["--dataset", "npz:whole.npz"], {}, "no batch size was given for"),
     (["--global_batch_size", "1198"], {}, "larger than the training data, which has 1197"),
     (["--per_replica_batch_size", "700", "--replicas", "2"], {}, "on 2 replicas (1400 in all)"),
     (["--microbatches", "33", "--replicas", "2"], {}, "more than the 32 examples of a replica"),

@@ -38,8 +38,8 @@ from tfmulti.errors import ConfigError
         ({"seed": 2**32}, "seed is 4294967296, but it must be below"),
         ({"momentum": 1.0}, "must be below 1"),
         ({"global_batch_size": 4, "per_replica_batch_size": 2}, "both .* 4 and .* 2"),
-        ({"dataset": "npz:a.npz"}, "no batch size of its own"),
-        ({"dataset": "json:loads"}, "no batch size of its own"),
+        ({"dataset": "npz:a.npz"}, "no batch size was given for"),
+        ({"dataset": "json:loads"}, "no batch size was given for"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:

@@ -22,7 +22,7 @@ def test_a_missing_function_is_reported_before_its_batch_size(
         FitConfig(dataset="own_data_here:load_digit")
     with pytest.raises(ConfigError, match="no module 'own_data_there'"):
         FitConfig(dataset="own_data_there:load_digits")
-    with pytest.raises(ConfigError, match="no batch size of its own"):
+    with pytest.raises(ConfigError, match="no batch size was given for"):
         FitConfig(dataset="own_data_here:load_digits")
 
 

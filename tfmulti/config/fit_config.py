@@ -307,7 +307,7 @@ class FitConfig(TrainingOptions):
         if batch_size is None and registry.recipe_of(self.dataset).global_batch_size is None:
             registry.check_dataset(self.dataset)
             raise ConfigError(
-                f"--dataset {self.dataset} has no batch size of its own. "
+                f"no batch size was given for --dataset {self.dataset}. "
                 "Give --global_batch_size or --per_replica_batch_size."
             )
 

@@ -53,7 +53,7 @@ def worker_safe(callbacks: Any, placement: Placement) -> list[keras.callbacks.Ca
         if isinstance(callback, _OF_ONE_PROCESS):
             raise ModelError(
                 f"{type(callback).__name__} does not work with several workers: each one writes "
-                "the same files. Use tfmulti.Checkpoint(folder) instead: the chief writes, and all "
+                "the same files. Use tfmulti.Backup(folder) instead: the chief writes, and all "
                 "workers go on from it."
             )
     if placement.is_chief:

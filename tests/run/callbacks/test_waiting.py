@@ -122,7 +122,7 @@ def test_little_waiting_is_not_reported() -> None:
         (2, True, "try --reader_threads 4"),
         (4, False, "try --cache memory, or --cache disk"),
         (4, True, "reading takes all cores"),
-        (None, False, "the Dataset yields too slowly"),
+        (None, False, "give a Dataset num_parallel_calls"),
     ],
 )
 def test_advice_against_waiting(threads: int | None, cached: bool, words: str) -> None:

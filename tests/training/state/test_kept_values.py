@@ -198,6 +198,31 @@ def test_a_changed_number_of_an_object_without_methods_is_found(kind: Any, name:
     assert found == (f"{kind.__name__}.decay" if name == "decay" else None)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_told_elsewhere"),
+    [
+        ("scale", 3.0, False),
+        ("scale", "a", False),
+        ("scale", np.ones(2), False),
+        ("scale", twice, False),
+        ("scale", (1, 3), False),
+        ("table", np.zeros(3), False),
+        ("flag", True, False),
+        ("best", 1.0, True),
+    ],
+)
+def test_a_change_by_a_trace_that_is_told_nowhere_else_is_found(
+    name: str, value: Any, is_told_elsewhere: bool
+) -> None:
+    """`python_attributes.first_change` tells numbers that become other numbers."""
+    layer = Configured()
+    setattr(layer, "helper", lambda: layer.best)  # noqa: B010
+    before = KeptValues(relocation.find(layer), "test_step")
+    setattr(layer, name, value)
+    words = f"Configured.{name} of {layer.name!r}"
+    assert before.changed() == ([words], None if is_told_elsewhere else words)
+
+
 @pytest.mark.parametrize("change", [lambda n: n.append(1), lambda n: n.__setitem__(0, 5)])
 def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
     layer = Configured()
@@ -210,6 +235,12 @@ def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
     layer.sizes[0] += 1
     assert after.first_new([name]) is None
     assert after.first_new([]) == name
+
+
+def _by_a_changed_text(o: Any) -> Any:
+    name = "rate"
+    name += o.kind
+    return getattr(o, name)
 
 
 class Deep(keras.layers.Layer):
@@ -254,6 +285,7 @@ def test_a_value_with_a_name_from_data_is_found(
         (lambda o: getattr(o, o.kind), True),
         (lambda o: getattr(o, f"rate{o.kind}"), True),
         (lambda o, kind="rate": getattr(o, kind), True),
+        (_by_a_changed_text, True),
         (lambda o: o.__getattribute__(o.kind), True),
         (lambda o: (getattr(o, o.kinds[0]), {"loss": 1}), True),
         (lambda o: vars(o)[o.kind], True),
@@ -372,6 +404,14 @@ def _shared(leaf: Any) -> Any:
     return leaf
 
 
+def _frames(*numbers: int) -> list[Frame]:
+    """Returns tables, each of which makes a list of its texts whenever it is asked."""
+    frames = [Frame() for _ in numbers]
+    for frame, number in zip(frames, numbers, strict=True):
+        frame.numbers = np.array([str(number)], object)
+    return frames
+
+
 def _cyclic(number: int) -> Any:
     found: dict[str, Any] = {"number": number}
     found["near"] = [found]
@@ -395,6 +435,8 @@ class RaisesIfCompared:
     [
         (lambda n: _shared([n]), 1),
         (_cyclic, 1),
+        (lambda n: _frames(0, 0, n), 1),
+        (lambda n: [np.ma.array(["a", "b"]), np.ma.array(["a", str(n)])], 1),
         (lambda n: [True, n], True),
         (lambda n: {"a": n}, True),
         (lambda n: [(n, 2)] * 3, 1),

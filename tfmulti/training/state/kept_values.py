@@ -33,8 +33,7 @@ _BASES = (
     *(keras.optimizers.Optimizer, *keras.Model.__mro__[1:]),
 )
 
-
-# What reads values by name, and what says a name in words.
+# A function that reads values by name, and one that puts a name into words.
 _Reader = tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]
 
 
@@ -106,13 +105,16 @@ class KeptValues:
         """Returns the values that differ from the copies.
 
         Returns:
-            The names in words of all such values. And the first one that
-            `python_attributes.first_change` does not tell, or None: a value outside of the model, a
-            Boolean or a collection.
+            The names in words of all such values, and the first one that
+            `python_attributes.first_change` does not tell, or None. That function tells numbers
+            that become other numbers, and texts, in the model's own objects.
         """
-        untold = ("bool", "set", "collection")
         changes = list(self._changes())
-        others = (words for words, kind, is_outside in changes if is_outside or kind in untold)
+        others = (
+            words
+            for words, *kinds, is_outside in changes
+            if is_outside or kinds not in (["number", "number"], ["text", "text"])
+        )
         return [words for words, *_ in changes], next((name.rstrip(",") for name in others), None)
 
     def first_new(self, ignored: Container[str]) -> str | None:
@@ -128,14 +130,14 @@ class KeptValues:
         """
         return next((words for words, *_ in self._changes() if words not in ignored), None)
 
-    def _changes(self) -> Iterator[tuple[str, str, bool]]:
-        """Yields the name in words, the kind and the `is_outside` of each value that differs."""
+    def _changes(self) -> Iterator[tuple[str, str, str, bool]]:
+        """Yields each value that differs: its name in words, both kinds, and `is_outside`."""
         for read, words, before, is_outside in self._kept:
             now = read()
             for name in {**before, **now}:
-                current = copied(now.get(name))
-                if has_changed(before.get(name, ABSENT), current):
-                    yield words(name), current[0], is_outside
+                old, new = before.get(name, ABSENT), copied(now.get(name))
+                if has_changed(old, new):
+                    yield words(name), old[0], new[0], is_outside
 
 
 def _of(owner: Any, name: str) -> str:

@@ -69,12 +69,11 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], set[str]]:
 def _values_of_names(nodes: list[ast.AST]) -> dict[str, list[ast.expr | None]]:
     """Returns what the local variables of a source get: expressions, or those of their entries.
 
-    It is None for what the caller of a function gives.
+    The list of a variable has None for a value that is not known, such as that of a parameter.
     """
     values: dict[str, list[ast.expr | None]] = {}
+    known: set[int] = set()
     for node in nodes:
-        if isinstance(node, ast.arg):
-            values.setdefault(node.arg, []).append(None)
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
         elif isinstance(node, (ast.For, ast.comprehension)):
@@ -84,6 +83,14 @@ def _values_of_names(nodes: list[ast.AST]) -> dict[str, list[ast.expr | None]]:
         for name in (part for target in targets for part in ast.walk(target)):
             if isinstance(name, ast.Name):
                 values.setdefault(name.id, []).append(value)
+                known.add(id(name))
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            values.setdefault(node.arg, []).append(None)
+        elif (
+            isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in known
+        ):
+            values.setdefault(node.id, []).append(None)
     return values
 
 

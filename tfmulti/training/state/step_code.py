@@ -310,14 +310,14 @@ def _with_wrapped(value: Any) -> list[Any]:
 
 def _entries_of(values: Any, name: str) -> list[tuple[Any, str]]:
     """Returns the entries of a list, tuple or dict that a function may reach, and their names."""
-    # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
     pairs: Iterable[tuple[Any, Any]]
-    # The methods of a subclass may do anything. A proxy is none: it says that it is a dict.
+    # The methods of a subclass may do anything. A proxy only claims to be a dict.
     if isinstance(values, dict):
         pairs = dict.items(values) if issubclass(type(values), dict) else values.items()
     else:
         of_kind = next((k for k in (list, tuple) if issubclass(type(values), k)), type(values))
         pairs = enumerate(of_kind.__iter__(values))
+    # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
     return [
         (item, f"{name}[{relocation.key_in_words(key)}]")
         for key, item in list(pairs)
@@ -357,8 +357,8 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, _Module | None, 
     """Yields each name in the code of a function, the module before it, and the name's value.
 
     For `np.random.rand` these are `np`, `random` on NumPy, and `rand` on `numpy.random`. The value
-    is None unless it is a global, a function of Python, a module that is imported here, or on a
-    module.
+    is None unless it is a global, a function of Python, a module that is imported here, or an
+    attribute of a module.
     """
     for is_global, names in _chains_of(function.__code__):
         module: _Module | None = None
@@ -405,7 +405,7 @@ def _is_installed(value: Any) -> bool:
 
 
 def _is_of_user(value: Any) -> bool:
-    """Returns whether a value is a module or a class of the user's own, or another object."""
+    """Returns whether a value is a module, a class or an object that may hold the user's values."""
     if isinstance(value, _Module):
         return is_module_of_user(value)
     if isinstance(value, (*FUNCTIONS, *PARTS_OF_KERAS)) or not relocation.has_attributes(value):

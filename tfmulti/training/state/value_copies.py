@@ -1,9 +1,10 @@
 """Copies of values in Python, by which a later change of the values is found.
 
-A copy is a tuple of the value's kind and its content. Two copies are equal if and only if the
-values were, as far as that is known. Numbers, texts and collections of them are copied. Of an array
-the copy has a checksum. An object is equal to another one if its class says so, or else only to
-itself.
+A copy is a tuple of the value's kind and its content. Copies of equal values are equal, and those
+of different ones are not, as far as that is known. Equal means: as Python's `==` says, but True is
+not 1, NaN is NaN, and dicts have the same order. Numbers, texts and collections of them are copied.
+Of an array the copy has a checksum. An object is held itself: it equals another one if its class
+says so, or else only itself. A change inside of it is not seen.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ PARTS_OF_KERAS = (
     *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
     *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
 )
-# Values without attributes that a step may read, and which equal others by themselves.
+# The types of values that have no attributes of the user's own.
 NUMBERS_AND_TEXTS: frozenset[type] = frozenset({bool, int, float, str, bytes, type(None)})
-# Those of them that are equal if and only if they are alike: True equals 1, and NaN not itself.
+# Those of them for which `==` is right: True equals 1, and NaN does not equal itself.
 _ALIKE = NUMBERS_AND_TEXTS - {bool, float}
 _TENSORS = (tf.Tensor, tf.Variable, tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)
+_Seen = dict[int, tuple[int, Any]]
 _LISTS = (list, tuple, collections.deque, collections.UserList)
 
 
@@ -48,6 +50,7 @@ class _Unknown:
 
 
 _UNKNOWN = _Unknown()
+# The copy of None, and of an attribute that is absent.
 ABSENT = ("None", None)
 
 
@@ -80,10 +83,7 @@ class _Equal:
 
 
 def copied(value: Any) -> Any:
-    """Returns a copy of a value for `has_changed`: a tuple that begins with the kind of the value.
-
-    The value stays as it is.
-    """
+    """Returns a copy of a value for `has_changed`: a tuple that begins with the value's kind."""
     return _copied(value, {})
 
 
@@ -95,19 +95,20 @@ def has_changed(before: Any, now: Any) -> bool:
         return False
 
 
-def _copied(value: Any, seen: dict[int, int]) -> Any:
+def _copied(value: Any, seen: _Seen) -> Any:
     """Returns what `copied` does.
 
     Args:
         value: the value.
-        seen: the numbers of the collections that were copied before, by their ids.
+        seen: the collections that were met before, by their ids, each after its number in the order
+            in which they were met.
     """
     try:
         kind = type(value)
         if kind in NUMBERS_AND_TEXTS:
             return _plain(value)
         if kind is tuple and _ALIKE.issuperset(map(type, value)):
-            return "tuple", value
+            return "collection", value
         if kind in (list, tuple, dict):
             return _collection(value, seen)
         return _other(value, seen)
@@ -126,7 +127,7 @@ def _plain(value: Any) -> tuple[str, Any]:
     return "number", "nan" if value != value else value
 
 
-def _collection(value: Any, seen: dict[int, int]) -> tuple[Any, ...]:
+def _collection(value: Any, seen: _Seen) -> tuple[Any, ...]:
     """Returns the copy of a list, a tuple or a dict, or of an object that acts as one."""
     is_mapping = not isinstance(value, _LISTS)
     pairs: list[tuple[Any, Any]] = []
@@ -134,16 +135,17 @@ def _collection(value: Any, seen: dict[int, int]) -> tuple[Any, ...]:
         # The methods of a subclass may do anything, and a proxy is no dict.
         pairs = list(dict.items(value) if issubclass(type(value), dict) else value.items())
     items = [item for _, item in pairs] if is_mapping else list(value)
-    # Equal tuples of numbers need not be the same tuple.
+    # Python may share equal tuples of constants, so whether they are the same one says nothing.
     is_plain = isinstance(value, tuple) and NUMBERS_AND_TEXTS.issuperset(map(type, items))
     if not is_plain and id(value) in seen:
-        return "collection", "again", seen[id(value)]
-    seen.setdefault(id(value), len(seen))
+        return "collection", "again", seen[id(value)][0]
+    # A list that was made for this copy alone must stay, or another one may get its id.
+    seen.setdefault(id(value), (len(seen), value))
     keys = [key for key, _ in pairs]
     return "collection", _entries(keys, seen), _entries(items, seen)
 
 
-def _entries(values: list[Any], seen: dict[int, int]) -> tuple[Any, ...]:
+def _entries(values: list[Any], seen: _Seen) -> tuple[Any, ...]:
     """Returns the copies of the entries of a collection, which may be many."""
     kinds = set(map(type, values))
     if not kinds <= NUMBERS_AND_TEXTS:
@@ -154,7 +156,7 @@ def _entries(values: list[Any], seen: dict[int, int]) -> tuple[Any, ...]:
     return tuple(values), tuple(map(type, values)) if bool in kinds else ()
 
 
-def _other(value: Any, seen: dict[int, int]) -> Any:
+def _other(value: Any, seen: _Seen) -> Any:
     """Returns the copy of a value of another type than Python's most usual ones."""
     kind = type(value)
     if kind in weakref.ProxyTypes:
@@ -191,7 +193,7 @@ def _other(value: Any, seen: dict[int, int]) -> Any:
     return ("part", _Same(value)) if classes_of_user(kind) else _UNKNOWN
 
 
-def _array(value: np.ndarray, seen: dict[int, int]) -> tuple[Any, ...]:
+def _array(value: np.ndarray, seen: _Seen) -> tuple[Any, ...]:
     """Returns the copy of an array, which has a checksum of its numbers."""
     if isinstance(value, np.ma.MaskedArray):
         return _collection([np.asarray(value.data), np.ma.getmaskarray(value)], seen)
