@@ -78,7 +78,7 @@ FOLDER = Path("folder")
 PACKED: Any = None
 CLOCKS = {"wall": functools.partial(time.time)}
 TABLE = {"of": {"pairs": [1.0, 2.0]}}
-WEIGHTS = np.ones(3)
+WEIGHTS: Any = np.ones(3)
 CHOSEN = {1, 2}
 LOSS = keras.losses.MeanSquaredError()
 NOTES = "no step reads this"
@@ -371,6 +371,7 @@ def test_an_attribute_that_loading_weights_sets_in_keras_is_not_told(tmp_path: P
         (lambda: CLOCKS["wall"](), "the time"),
         (time.time, "the time"),
         (lambda: datetime.datetime.now(), "the time"),
+        (lambda: WEIGHTS.now, None),
         (lambda: os.environ["RATE"], "the environment"),
         (lambda: globals()["RATE"], "values by their names"),
         (lambda: time.sleep(0), None),

@@ -268,7 +268,7 @@ class StepCode:
             for name, _, value in _named(function):
                 classes, of_method = _READING_METHODS.get(name, ((), None))
                 what = _ELSEWHERE.get(id(value))
-                if classes is None or before in classes:
+                if classes is None or any(before is cls for cls in classes):
                     what = of_method
                 elif isinstance(value, (*FUNCTIONS, type)) and _is_installed(value):
                     is_reader = _READERS.fullmatch(f"{value.__module__}.{name}")
