@@ -165,6 +165,8 @@ def child(name: str, side: str, *options: str) -> None:
     on_step = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ended.append(now())
     )
+    if name in ALL:
+        keras.config.set_floatx(ALL[name].floatx)
     with strategy_at(side).scope():
         program = ALL[name].make() if name in ALL else efficientnet()
         if side != "plain":
