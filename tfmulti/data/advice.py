@@ -21,10 +21,7 @@ def advice(share: float, threads: int | None, *, cached: bool, cores: int = 0) -
     """
     message = f"input-bound: {100 * share:.0f} % of the step is waiting for data; "
     if threads is None:
-        return (
-            message
-            + "the data comes too slowly: give a Dataset num_parallel_calls, a PyDataset workers"
-        )
+        return message + "give a Dataset num_parallel_calls and prefetch, or a PyDataset workers"
     if threads < cores:
         return message + f"try --reader_threads {cores}"
     if not cached:

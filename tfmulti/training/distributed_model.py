@@ -320,20 +320,22 @@ class DistributedModel(keras.Model):
         Args:
             updated: how many weights the step updates.
         """
-        state, optimizer = state_of(self), model_checks.optimizers_of(self)[0]
+        told = state_of(self).told
+        # Plain Keras makes the slots at the first update. Each later step would ask again.
+        if "unused slots" in told:
+            return
+        told.add("unused slots")
+        optimizer, *others = model_checks.optimizers_of(self)
+        weights = len(self.trainable_variables)
         # `iterations` and the rate are no slots.
-        has_more = updated < len(self.trainable_variables) and len(optimizer.variables) > 2
-        is_alone = len(model_checks.optimizers_of(self)) == 1
-        if has_more and is_alone and "unused slots" not in state.told:
-            state.told.add("unused slots")
-            if self._placement.is_chief:
-                warnings.warn(
-                    f"run_eagerly=True: the optimizer has slots for all "
-                    f"{len(self.trainable_variables)} weights, and the train_step updates "
-                    f"{updated} of them. Plain Keras makes slots only for these. No weight and no "
-                    "log differs.",
-                    stacklevel=2,
-                )
+        has_more = updated < weights and not others and len(optimizer.variables) > 2
+        if has_more and self._placement.is_chief:
+            warnings.warn(
+                f"run_eagerly=True: the optimizer has slots for all {weights} weights, and the "
+                f"train_step updates {updated} of them. Plain Keras makes slots only for these. No "
+                "weight and no log differs.",
+                stacklevel=2,
+            )
 
     def _warn_of_microbatches(self) -> None:
         """Warns on the chief if a BatchNormalization sees the rows of one microbatch at a time."""

@@ -261,20 +261,22 @@ class StepCode:
         """Returns what a function reads from outside of the program, such as a file, or None.
 
         Returns:
-            What it reads, and the name of the function, or of the attribute that holds one.
+            Two texts. The first says what is read, such as `the time`. The second is the name of
+            the user's function that reads it, or of the attribute that holds a function of Python
+            such as `time.time`.
         """
         for function in self.functions:
             before: Any = None
             for name, _, value in _named(function):
                 classes, of_method = _READING_METHODS.get(name, ((), None))
-                what = _ELSEWHERE.get(id(value))
+                source = _ELSEWHERE.get(id(value))
                 if classes is None or any(before is cls for cls in classes):
-                    what = of_method
+                    source = of_method
                 elif isinstance(value, (*FUNCTIONS, type)) and _is_installed(value):
                     is_reader = _READERS.fullmatch(f"{value.__module__}.{name}")
-                    what = what or (_FILES if is_reader else None)
-                if what is not None:
-                    return what, function.__qualname__
+                    source = source or (_FILES if is_reader else None)
+                if source is not None:
+                    return source, function.__qualname__
                 before = value
         for name, reader in self._held_readers.items():
             if name.partition("[")[0].rpartition(".")[2] in self.names:

@@ -171,8 +171,9 @@ class PythonEffects:
             told.add(f"{self._step} reads")
             warnings.warn(
                 f"the {self._step} may read {read[0]} in Python, in {read[1]}. A compiled step "
-                "does so only while it is traced, and keeps what it has read. tfmulti traces at "
-                "other times than plain Keras. Read it before fit, or in the data.",
+                "runs its Python code only while TensorFlow traces the step, and the graph keeps "
+                "the value that was read then. tfmulti traces steps at other times than plain "
+                "Keras. Read the value before fit, or in the data.",
                 stacklevel=2,
             )
 
