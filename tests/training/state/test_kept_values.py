@@ -469,6 +469,14 @@ def test_an_equal_copy_is_not_told_and_another_value_is(
     assert kept.first_new([]) == "HELD, which Holds.call reads,"
 
 
+def test_equal_tuples_may_be_one_tuple_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    number = float("0.5")
+    monkeypatch.setitem(globals(), "HELD", [(number, True)] * 3)
+    kept = KeptValues(relocation.find(Holds()), "train_step")
+    monkeypatch.setitem(globals(), "HELD", [(float("0.5"), True) for _ in range(3)])
+    assert kept.first_new([]) is None
+
+
 @pytest.mark.parametrize(
     "value", [{(RaisesIfCompared(), 1): 1}, {RaisesIfCompared()}, [RaisesIfCompared()]]
 )
