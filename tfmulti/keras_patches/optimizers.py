@@ -46,6 +46,7 @@ def install() -> None:
     """Patches the methods by which Keras' optimizers reduce gradients and update variables."""
     replace(TFOptimizer, "_all_reduce_sum_gradients", in_replica_slice(_refuse_unknown))
     replace(TFOptimizer, "add_variable_from_reference", _in_own_scope)
+    replace(TFOptimizer, "_backend_apply_gradients", _refuse_outside_scope)
     for name in (
         "_backend_update_step",
         "_apply_weight_decay",
@@ -78,6 +79,26 @@ def _in_own_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         with strategy.scope():
             return original(self, *args, **kwargs)
+
+    return method
+
+
+def _refuse_outside_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that refuses an optimizer of no strategy for variables that have one.
+
+    Such an optimizer, made by a callback for example, would not find the copies of a variable.
+    """
+
+    @functools.wraps(original)
+    def method(self: Any, grads: Gradients, trainable_variables: Any) -> Any:
+        for variable in trainable_variables:
+            has_copies = isinstance(variable.value, tf.distribute.DistributedValues)
+            if has_copies and strategy_of(self) is None:
+                raise ModelError(
+                    f"the optimizer {type(self).__name__} updates the variable {variable.path!r}, "
+                    "but was made outside the strategy's scope. Make it in `with strategy.scope()`."
+                )
+        return original(self, grads, trainable_variables)
 
     return method
 
