@@ -27,7 +27,7 @@ from tfmulti.errors import DeviceError, ModelError
 from tfmulti.keras_patches.logs import errors_only
 from tfmulti.training.graph_memory import LOOPS, memory_of_graph
 from tfmulti.training.input.worker_batch import PREFETCH_STEPS
-from tfmulti.training.state import model_checks, relocation
+from tfmulti.training.state import model_checks, model_search, relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.step import step_of
 
@@ -349,7 +349,7 @@ def _traced(model: keras.Model, forms: Sequence[Any]) -> list[tf.Graph]:
     Raises:
         ModelError: the model cannot compute such a batch.
     """
-    state = relocation.find(model)
+    state = model_search.find(model)
     with model_checks.as_made(model), relocation.on_one_device(state, "CPU:0") as copies:
         try:
             step = tf.function(step_of(model, "train_step"), autograph=False)

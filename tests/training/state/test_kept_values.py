@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import collections
 import datetime
-import functools
-import os
-import pickle
-import time
 import types
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import keras
@@ -20,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti.training.state import names_from_data, relocation
+from tfmulti.training.state import model_search, names_from_data
 from tfmulti.training.state.kept_values import KeptValues
 
 
@@ -74,9 +68,6 @@ class Schedule:
 
 
 RATE = 0.5
-FOLDER = Path("folder")
-PACKED: Any = None
-CLOCKS = {"wall": functools.partial(time.time)}
 TABLE = {"of": {"pairs": [1.0, 2.0]}}
 WEIGHTS: Any = np.ones(3)
 CHOSEN = {1, 2}
@@ -134,7 +125,7 @@ class Configured(keras.layers.Layer):
 
 def change_of(layer: Any, change: Any) -> str | None:
     """Returns which value of a layer has changed, in words."""
-    before = KeptValues(relocation.find(layer), "train_step")
+    before = KeptValues(model_search.find(layer), "train_step")
     assert before.first_new([]) is None
     change(layer)
     return before.first_new([])
@@ -217,7 +208,7 @@ def test_a_change_by_a_trace_that_is_told_nowhere_else_is_found(
     """`python_attributes.first_change` tells numbers that become other numbers."""
     layer = Configured()
     setattr(layer, "helper", lambda: layer.best)  # noqa: B010
-    before = KeptValues(relocation.find(layer), "test_step")
+    before = KeptValues(model_search.find(layer), "test_step")
     setattr(layer, name, value)
     words = f"Configured.{name} of {layer.name!r}"
     assert before.changed() == ([words], None if is_told_elsewhere else words)
@@ -226,9 +217,9 @@ def test_a_change_by_a_trace_that_is_told_nowhere_else_is_found(
 @pytest.mark.parametrize("change", [lambda n: n.append(1), lambda n: n.__setitem__(0, 5)])
 def test_a_collection_that_a_trace_changes_is_not_told(change: Any) -> None:
     layer = Configured()
-    before = KeptValues(relocation.find(layer), "train_step")
+    before = KeptValues(model_search.find(layer), "train_step")
     change(layer.sizes)
-    after = KeptValues(relocation.find(layer), "train_step")
+    after = KeptValues(model_search.find(layer), "train_step")
     name = f"Configured.sizes of {layer.name!r}"
     assert before.changed() == ([name], name)
     change(layer.sizes)
@@ -295,7 +286,7 @@ def test_a_value_with_a_name_from_data_is_found(
 def test_names_from_data_are_told_from_constants(names: Any, is_from_data: bool) -> None:
     layer = Configured()
     layer.helper = names
-    code = KeptValues(relocation.find(layer), "train_step").code
+    code = KeptValues(model_search.find(layer), "train_step").code
     assert code.may_read("any_attribute", 1.0) is is_from_data
     assert not code.may_read("any_function", twice)
 
@@ -315,77 +306,16 @@ def test_names_are_from_data_if_the_file_of_the_program_was_changed(tmp_path: Pa
     ):
         file.write_text(text)
         names_from_data.takes_names_from_data.cache_clear()
-        code = KeptValues(relocation.find(layer), "train_step").code
+        code = KeptValues(model_search.find(layer), "train_step").code
         assert code.may_read("any_attribute", 1.0) is is_from_data
-
-
-class Monitor(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        Path(str(epoch)).read_text()
-
-
-class Exported(keras.Model):
-    """Reads files in methods that no step calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.monitor = Monitor()
-
-    def export(self, path: Any) -> Any:
-        return Path(path).read_text()
-
-    def load_data(self, path: Any) -> Any:
-        return np.load(path)
-
-    def train_step(self, data: Any) -> Any:
-        return {"loss": self.compute_loss(data, data)}
-
-
-def test_files_that_other_methods_read_are_not_told() -> None:
-    assert KeptValues(relocation.find(Exported()), "train_step").code.reads_elsewhere() is None
 
 
 def test_an_attribute_that_loading_weights_sets_in_keras_is_not_told(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.save_weights(tmp_path / "model.weights.h5")
-    kept = KeptValues(relocation.find(model), "train_step")
+    kept = KeptValues(model_search.find(model), "train_step")
     model.load_weights(tmp_path / "model.weights.h5")
     assert kept.first_new([]) is None
-
-
-@pytest.mark.parametrize(
-    ("read", "what"),
-    [
-        (lambda: open("file").read(), "a file or a folder"),  # noqa: SIM115
-        (lambda: np.load("file"), "a file or a folder"),
-        (lambda: zipfile.ZipFile("file"), "a file or a folder"),
-        (lambda: pickle.load(PACKED), "a file or a folder"),
-        (lambda: keras.utils.load_img("file"), "a file or a folder"),
-        (lambda: tf.io.read_file("file"), None),
-        (lambda: twice("loaded"), None),
-        (lambda: isinstance(FOLDER, Path), None),
-        (lambda: FOLDER.joinpath("file").read_text(), "a file or a folder"),
-        (lambda: os.path.getmtime("file"), "a file or a folder"),
-        (lambda: time.time(), "the time"),
-        (lambda: monotonic(), "the time"),
-        (lambda: CLOCKS["wall"](), "the time"),
-        (time.time, "the time"),
-        (lambda: datetime.datetime.now(), "the time"),
-        (lambda: WEIGHTS.now, None),
-        (lambda: os.environ["RATE"], "the environment"),
-        (lambda: globals()["RATE"], "values by their names"),
-        (lambda: time.sleep(0), None),
-        (lambda: os.path.join("a", "b"), None),
-        (lambda: {"open": 1}.get("open"), None),
-    ],
-)
-def test_what_a_step_reads_from_outside_of_the_program_is_found(
-    read: Any, what: str | None
-) -> None:
-    layer = Configured()
-    layer.helper = read
-    found = KeptValues(relocation.find(layer), "train_step").code.reads_elsewhere()
-    assert (found and found[0]) == what
 
 
 HELD: Any = None
@@ -462,7 +392,7 @@ def test_an_equal_copy_is_not_told_and_another_value_is(
     make: Any, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "HELD", make(0))
-    kept = KeptValues(relocation.find(Holds()), "train_step")
+    kept = KeptValues(model_search.find(Holds()), "train_step")
     monkeypatch.setitem(globals(), "HELD", make(0))
     assert kept.first_new([]) is None
     monkeypatch.setitem(globals(), "HELD", make(other))
@@ -472,7 +402,7 @@ def test_an_equal_copy_is_not_told_and_another_value_is(
 def test_equal_tuples_may_be_one_tuple_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     number = float("0.5")
     monkeypatch.setitem(globals(), "HELD", [(number, True)] * 3)
-    kept = KeptValues(relocation.find(Holds()), "train_step")
+    kept = KeptValues(model_search.find(Holds()), "train_step")
     monkeypatch.setitem(globals(), "HELD", [(float("0.5"), True) for _ in range(3)])
     assert kept.first_new([]) is None
 
@@ -484,7 +414,7 @@ def test_values_that_cannot_be_compared_are_left_alone(
     value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "HELD", value)
-    kept = KeptValues(relocation.find(Holds()), "train_step")
+    kept = KeptValues(model_search.find(Holds()), "train_step")
     monkeypatch.setitem(globals(), "HELD", type(value)(value))
     assert kept.first_new([]) is None
 
@@ -500,7 +430,7 @@ def test_a_value_of_another_step_is_not_told() -> None:
             return self.tested
 
     model = Steps()
-    before = KeptValues(relocation.find(model), "train_step")
+    before = KeptValues(model_search.find(model), "train_step")
     model.tested = 1
     assert before.first_new([]) is None
     model.trained = 1

@@ -13,8 +13,7 @@ import tensorflow as tf
 from tfmulti import prepare
 from tfmulti.distribution import strategies
 from tfmulti.errors import ClusterError, ModelError
-from tfmulti.training.state import relocation
-from tfmulti.training.verification import ownership
+from tfmulti.training.state import model_search, relocation
 
 pytestmark = pytest.mark.mirrored
 
@@ -62,7 +61,7 @@ def test_variables_are_found_wherever_they_are_kept() -> None:
 
     model = Finds()
     model(np.zeros((1, 3), np.float32))
-    state = relocation.find(model)
+    state = model_search.find(model)
     names = set(state.named())
     for words in ("kept of Helper['a'][0][0]", "variable of Held", "outside"):
         assert any(words in name for name in names), names
@@ -85,39 +84,6 @@ def test_variables_are_found_wherever_they_are_kept() -> None:
     assert np.asarray(model.layer.bias).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        ({"loss": lambda y, p: tf.reduce_mean(y - p)}, "the loss <lambda>"),
-        ({"metrics": [lambda y, p: y - p]}, "the metric"),
-        ({"loss": "mse", "metrics": ["mae", "accuracy"]}, ""),
-        ({"loss": keras.losses.Huber(), "optimizer": keras.optimizers.Adam()}, ""),
-    ],
-)
-def test_parts_of_users_are_named(part: dict[str, object], words: str) -> None:
-    inputs = keras.Input((3,))
-    hidden = keras.layers.Dense(3)(inputs) + inputs
-    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
-    model.compile(**{"optimizer": "sgd", "loss": "mse", **part})
-    zeros = np.zeros((2, 3), np.float32)
-    model.train_on_batch(zeros, zeros[:, :1])
-    found = ownership.own_parts(model)
-    assert [words in each for each in found] == ([True] if words else [])
-
-
-def test_layers_and_operations_of_users_are_named() -> None:
-    class Own(keras.layers.Layer):
-        def call(self, x: tf.Tensor) -> tf.Tensor:
-            return x
-
-    inputs = keras.Input((3,))
-    model = keras.Model(inputs, keras.ops.flip(Own(name="mine")(inputs), 0))
-    assert ownership.own_parts(model) == ["the layer mine", "the operation Flip"]
-    assert ownership.own_parts(keras.Sequential([keras.layers.Lambda(lambda x: x)])) == [
-        "the layer lambda"
-    ]
-
-
 class Halving(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step: tf.Tensor) -> float:
         return 0.5
@@ -132,7 +98,7 @@ def test_objects_of_users_are_found_without_schedules() -> None:
     layer = Layer()
     model = keras.Sequential([keras.Input((2,)), layer, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(Halving()), "mse")
-    state = relocation.find(model)
+    state = model_search.find(model)
     assert any(isinstance(found, Halving) for found in state.objects)
     assert state.own_objects == [layer]
 

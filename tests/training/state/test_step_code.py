@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti.training.state import relocation
+from tfmulti.training.state import model_search
 from tfmulti.training.state.kept_values import KeptValues
 from tfmulti.training.state.step_code import StepCode
 
@@ -222,7 +222,7 @@ def test_a_value_that_a_step_reads_in_some_way_is_found(
     change: Callable[[Any], Any], name: str | None
 ) -> None:
     model = Step()
-    kept = KeptValues(relocation.find(model), "train_step")
+    kept = KeptValues(model_search.find(model), "train_step")
     assert kept.first_new([]) is None
     change(model)
     found = kept.first_new([])
@@ -233,7 +233,7 @@ def test_a_class_without_the_name_of_a_module_is_taken_for_the_users() -> None:
     """A class of an extension in C may have one, such as that of an open file of h5py."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.held = type("Held", (), {"__module__": property(str)})()
-    assert KeptValues(relocation.find(model), "train_step").first_new([]) is None
+    assert KeptValues(model_search.find(model), "train_step").first_new([]) is None
 
 
 def test_methods_and_partial_functions_that_a_model_holds_are_followed() -> None:
@@ -241,7 +241,7 @@ def test_methods_and_partial_functions_that_a_model_holds_are_followed() -> None
     for loss in (held.loss, functools.partial(Config.loss, held)):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", loss)
-        kept = KeptValues(relocation.find(model), "train_step")
+        kept = KeptValues(model_search.find(model), "train_step")
         held.hidden["power"] += 1
         assert kept.first_new([]) == "Config.hidden"
 
@@ -287,7 +287,7 @@ def test_an_object_that_cannot_be_compared_is_left_alone(make: Callable[[], Any]
             return holder.rate, value
 
     model = Reads()
-    kept = KeptValues(relocation.find(model), "train_step")
+    kept = KeptValues(model_search.find(model), "train_step")
     assert kept.first_new([]) is None
     assert kept.changed() == ([], None)
 
@@ -302,13 +302,13 @@ def test_a_table_of_pandas_is_compared_without_its_own_code() -> None:
     model = Reads()
     model.table = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
     model.dates = pandas.Series(pandas.to_datetime(["2020", "2021"]))
-    kept = KeptValues(relocation.find(model), "train_step")
+    kept = KeptValues(model_search.find(model), "train_step")
     assert not any("pandas" in f.__module__ for f in kept.code.functions)
     assert kept.first_new([]) is None
     model.table.loc[0, "b"] = "z"
     assert kept.first_new([]) == f"Reads.table of {model.name!r}"
     model.table = pandas.DataFrame({"a": np.arange(3000.0), "b": ["x"] * 3000})
-    kept = KeptValues(relocation.find(model), "train_step")
+    kept = KeptValues(model_search.find(model), "train_step")
     assert kept.first_new([]) is None
     model.table["a"] += 1.0
     assert kept.first_new([]) == f"Reads.table of {model.name!r}"
@@ -363,7 +363,7 @@ def _by_numpy(data: Any) -> Any:
 )
 def test_a_step_that_draws_in_python_is_known(function: Any, python: bool, numpy: bool) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(function)])
-    code = StepCode(relocation.find(model), "train_step")
+    code = StepCode(model_search.find(model), "train_step")
     assert code.uses(random, random.Random) is python
     assert code.uses(np.random, np.random.RandomState) is numpy
     assert not code.makes_parts_of_keras()
@@ -375,7 +375,7 @@ def _makes_a_layer(data: Any) -> Any:
 
 def test_a_step_that_makes_a_layer_is_known() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(_makes_a_layer)])
-    assert StepCode(relocation.find(model), "train_step").makes_parts_of_keras()
+    assert StepCode(model_search.find(model), "train_step").makes_parts_of_keras()
 
 
 def test_slots_of_a_subclass_and_single_entries_of_collections_are_compared() -> None:
@@ -392,7 +392,7 @@ def test_slots_of_a_subclass_and_single_entries_of_collections_are_compared() ->
     model = Reads()
     model.held, model.entries = Again(), [0] * 1000
     model.held.value = 1
-    kept = KeptValues(relocation.find(model), "train_step")
+    kept = KeptValues(model_search.find(model), "train_step")
     model.held.value = 2
     assert kept.first_new([]) == "Again.value"
     model.held.value, model.entries[1] = 1, 5

@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.programs.keras_classes import COMPARED
 from tfmulti.keras_patches.layers import has_own_layers
@@ -211,3 +213,35 @@ def test_a_layer_that_computes_along_the_rows_is_not_known(made_by: Any, is_know
     model = keras.Model(inputs, outputs)
     model.compile("sgd", "mse")
     assert (own_parts(model) == []) is is_known
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"loss": lambda y, p: tf.reduce_mean(y - p)}, "the loss <lambda>"),
+        ({"metrics": [lambda y, p: y - p]}, "the metric"),
+        ({"loss": "mse", "metrics": ["mae", "accuracy"]}, ""),
+        ({"loss": keras.losses.Huber(), "optimizer": keras.optimizers.Adam()}, ""),
+    ],
+)
+def test_parts_of_users_are_named(part: dict[str, object], words: str) -> None:
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(3)(inputs) + inputs
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **part})
+    zeros = np.zeros((2, 3), np.float32)
+    model.train_on_batch(zeros, zeros[:, :1])
+    found = own_parts(model)
+    assert [words in each for each in found] == ([True] if words else [])
+
+
+def test_layers_and_operations_of_users_are_named() -> None:
+    class Own(keras.layers.Layer):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return x
+
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.ops.flip(Own(name="mine")(inputs), 0))
+    assert own_parts(model) == ["the layer mine", "the operation Flip"]
+    unchanged = keras.layers.Lambda(lambda x: x, name="unchanged")
+    assert own_parts(keras.Sequential([unchanged])) == ["the layer unchanged"]

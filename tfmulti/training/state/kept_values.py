@@ -21,7 +21,7 @@ from tfmulti.distribution.python_attributes import (
     attributes_of_keras,
     classes_of_user,
 )
-from tfmulti.training.state import relocation, step_code
+from tfmulti.training.state import code_names, model_search, step_code
 from tfmulti.training.state.step_code import Owner, StepCode
 from tfmulti.training.state.value_copies import ABSENT, copied, has_changed
 
@@ -60,11 +60,11 @@ class KeptValues:
         code: the functions that the step may call.
     """
 
-    def __init__(self, found: relocation.State, step: str) -> None:
+    def __init__(self, found: model_search.State, step: str) -> None:
         """Copies the values.
 
         Args:
-            found: what `relocation.find` found from the model.
+            found: what `model_search.find` found from the model.
             step: such as `train_step`.
         """
         self.code = code = StepCode(found, step)
@@ -74,7 +74,7 @@ class KeptValues:
             *((part(_rules_of_variable, v), part(_of, v)) for v in found.variables),
         ]
         outside: list[_Reader] = [
-            *((part(step_code.outside, f), part(_read_by, f)) for f in code.functions),
+            *((part(code_names.outside, f), part(_read_by, f)) for f in code.functions),
             *(
                 (part(code.attributes_of, o.value), part(_of_owner, o))
                 for o in code.owners.values()

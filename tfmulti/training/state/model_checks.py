@@ -31,7 +31,7 @@ from tfmulti.keras_patches.model_structure import (
 )
 from tfmulti.keras_patches.optimizers import inner_optimizers, take_reduced_gradients
 from tfmulti.keras_patches.patching import is_of_keras
-from tfmulti.training.state import relocation
+from tfmulti.training.state import model_search, relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.state.user_lines import is_of_user
 
@@ -252,7 +252,7 @@ def build(
     # Plain Keras builds an eager model in its first step, so building must not count as a step.
     is_first_test = step == "test_step" and model.test_function is None
     is_watched = model.run_eagerly or is_first_test
-    own_objects = relocation.find(model).own_objects if is_watched else []
+    own_objects = model_search.find(model).own_objects if is_watched else []
     before = python_attributes.read(own_objects)
     with python_attributes.kept(own_objects if model.run_eagerly else []):
         _build(model, specs, step, optimizers=optimizers)
@@ -464,7 +464,7 @@ def _makes_metrics(model: keras.Model) -> bool:
     classes = {n for n, v in vars(keras.metrics).items() if isinstance(v, type)}
     return any(
         classes & set(part.co_names)
-        for name, method in relocation.methods_of_user(model)
+        for name, method in model_search.methods_of_user(model)
         if name not in _BEFORE_STEPS and hasattr(method, "__code__")
         for part in (method.__code__, *method.__code__.co_consts)
         if isinstance(part, types.CodeType)

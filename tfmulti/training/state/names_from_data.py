@@ -9,10 +9,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Mapping
 
-from tfmulti.training.state import relocation
-
-# What reads an attribute by a name that is a text.
-_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattribute__"})
+from tfmulti.training.state.code_names import BY_NAME, names_in
 
 
 @functools.cache
@@ -22,7 +19,7 @@ def takes_names_from_data(code: types.CodeType) -> bool:
     Such a name is an argument of `getattr` or `attrgetter`, or what follows on `vars(…)` or
     `__dict__`.
     """
-    if not _BY_NAME & relocation.names_in(code):
+    if not BY_NAME & names_in(code):
         return False
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(code)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import types
 from pathlib import Path
@@ -37,6 +38,12 @@ def is_of_library(file: str) -> bool:
     """
     path = os.path.abspath(file)
     return path.startswith(_LIBRARY_FOLDERS) or os.sep + "site-packages" + os.sep in path
+
+
+def is_installed(value: Any) -> bool:
+    """Returns whether a class or a function is part of Python or of an installed package."""
+    file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    return file is not None and is_of_library(file)
 
 
 def is_module_of_user(value: Any) -> bool:

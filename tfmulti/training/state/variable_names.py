@@ -20,7 +20,7 @@ from tfmulti.distribution import replica_context
 from tfmulti.keras_patches.model_structure import own_variables, sublayers
 from tfmulti.keras_patches.random_numbers import global_generator
 from tfmulti.keras_patches.variables import tf_variable_of
-from tfmulti.training.state import relocation
+from tfmulti.training.state import model_search
 from tfmulti.training.state.model_checks import optimizers_of
 
 
@@ -62,7 +62,7 @@ def variables_outside(model: keras.Model, known: Mapping[str, Any]) -> dict[str,
         model: the model.
         known: the variables of `named_variables`.
     """
-    found, generator = relocation.find(model), global_generator()
+    found, generator = model_search.find(model), global_generator()
     inside = [*known.values(), *replica_context.metric_variables(model)]
     inside += [] if generator is None else [generator.state]
     seen = {id(tf_variable_of(v)) for v in inside}

@@ -23,7 +23,7 @@ from tfmulti.distribution import python_attributes
 from tfmulti.distribution.python_attributes import Attributes
 from tfmulti.distribution.strategies import placement_of
 from tfmulti.errors import ModelError
-from tfmulti.training.state import relocation
+from tfmulti.training.state import model_search
 from tfmulti.training.state.kept_values import KeptValues
 from tfmulti.training.state.step_code import StepCode
 from tfmulti.training.state.trainer_state import state_of
@@ -43,7 +43,7 @@ class PythonEffects:
             known as soon as the step has ended, and is the same on all workers.
     """
 
-    def __init__(self, model: keras.Model, step: str, found: relocation.State) -> None:
+    def __init__(self, model: keras.Model, step: str, found: model_search.State) -> None:
         """Begins to watch.
 
         Args:

@@ -44,7 +44,7 @@ from tfmulti.training.input.worker_batch import (
     WorkerBatch,
     unknown_rows_explained,
 )
-from tfmulti.training.state import relocation
+from tfmulti.training.state import model_search, relocation
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import microbatches, whole_batch, xla
 from tfmulti.training.step.python_effects import PythonEffects
@@ -289,17 +289,17 @@ def make_step(
     return one_step if model.run_eagerly else without_autograph(one_step)
 
 
-def found_in(model: keras.Model) -> relocation.State:
+def found_in(model: keras.Model) -> model_search.State:
     """Returns the variables and objects of a model, for a step that is to run or to be traced.
 
     The search takes 50 ms for 300 layers. An eager step needs no result if it runs once.
     """
     is_alone = placement_of(model.distribute_strategy).local_replicas == 1
     runs_once = is_alone and state_of(model).options.microbatches == 1
-    return relocation.State() if model.run_eagerly and runs_once else relocation.find(model)
+    return model_search.State() if model.run_eagerly and runs_once else model_search.find(model)
 
 
-def states_in(model: keras.Model, found: relocation.State) -> dict[int, str]:
+def states_in(model: keras.Model, found: model_search.State) -> dict[int, str]:
     """Returns the kind of each variable that the user's own code may change, by its id."""
     # The user may also hold variables that are plain `tf.Variable`s.
     held = [holder.variable for holder in found.holders]

@@ -42,7 +42,7 @@ from tfmulti.training.input.replay import BatchTrial, Trial
 from tfmulti.training.input.worker_batch import WorkerBatch
 from tfmulti.training.loop import loops
 from tfmulti.training.loop.stop_votes import Votes
-from tfmulti.training.state import model_checks, relocation, run_state
+from tfmulti.training.state import model_checks, model_search, relocation, run_state
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import step as steps
 from tfmulti.training.verification import comparison, recording
@@ -98,14 +98,14 @@ class StepComparison:
         """
         model = self._model
         self._python = random.getstate()
-        self._attributes = python_attributes.read(relocation.find(model).objects)
+        self._attributes = python_attributes.read(model_search.find(model).objects)
         self._trace()
         # The trace may have drawn random numbers. Keras draws these once, too, so the generators
         # keep their present states.
         generators = run_state.random_states()
         seeds = step_generator(model)
         self._drawn_by = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
-        self._state = relocation.find(model, seeds or global_generator())
+        self._state = model_search.find(model, seeds or global_generator())
         originals = relocation.values_of(self._state)
         try:
             model.reset_metrics()
@@ -476,7 +476,7 @@ def _unit_of(model: keras.Model, placement: Placement) -> float:
     return 2.0**-11 if placement.gpus and short else 0.0
 
 
-def _avoid_zero_rates(state: relocation.State) -> None:
+def _avoid_zero_rates(state: model_search.State) -> None:
     """Gives each optimizer whose learning rate is 0 another rate or a later step of a schedule."""
     for optimizer in state.optimizers:
         with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
