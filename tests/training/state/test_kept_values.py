@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import itertools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from google.protobuf.struct_pb2 import Struct  # type: ignore[import-untyped]
 
 from tfmulti.training.state import model_search, names_from_data
 from tfmulti.training.state.kept_values import KeptValues
@@ -396,6 +398,31 @@ def test_an_equal_copy_is_not_told_and_another_value_is(
     monkeypatch.setitem(globals(), "HELD", make(0))
     assert kept.first_new([]) is None
     monkeypatch.setitem(globals(), "HELD", make(other))
+    assert kept.first_new([]) == "HELD, which Holds.call reads,"
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (itertools.count(), next),
+        (itertools.cycle([1, 2]), next),
+        (iter([1, 1]), next),
+        (iter({1: 1, 2: 2}.items()), next),
+        (zip([1, 2], [3, 4], strict=True), next),
+        (map(lambda number: number, [1, 2]), next),
+        ((number for number in [1, 1]), next),
+        ((number for number in [1]), list),
+        (open(__file__), lambda file: file.read(1)),  # noqa: SIM115
+        (Struct(), lambda message: message.update({"rate": 1})),
+    ],
+)
+def test_a_change_of_what_an_object_holds_in_c_is_told(
+    value: Any, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HELD", [value])
+    kept = KeptValues(model_search.find(Holds()), "train_step")
+    assert kept.first_new([]) is None
+    change(value)
     assert kept.first_new([]) == "HELD, which Holds.call reads,"
 
 

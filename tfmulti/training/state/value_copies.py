@@ -4,7 +4,8 @@ A copy is a tuple of the value's kind and its content. Copies of equal values ar
 of different ones are not, as far as that is known. Equal means: as Python's `==` says, but True is
 not 1, NaN is NaN, and dicts have the same order. Numbers, texts and collections of them are copied.
 Of an array the copy has a checksum. An object is held itself: it equals another one if its class
-says so, or else only itself. A change inside of it is not seen.
+says so, or else only itself. A change inside of it is not seen, unless it is an iterator, a file or
+an object whose values pickle would find.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import array
 import collections
 import functools
+import io
+import random
 import types
 import weakref
 import zlib
@@ -22,7 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.distribution.python_attributes import classes_of_user
+from tfmulti.distribution.python_attributes import classes_of_user, slots_of
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 PARTS_OF_KERAS = (
@@ -30,6 +33,8 @@ PARTS_OF_KERAS = (
     *(keras.regularizers.Regularizer, keras.constraints.Constraint, keras.Initializer),
     *(keras.optimizers.schedules.LearningRateSchedule, keras.Variable),
 )
+# Generators of random numbers.
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 # The types of values that have no attributes of the user's own.
 NUMBERS_AND_TEXTS: frozenset[type] = frozenset({bool, int, float, str, bytes, type(None)})
 # Those of them for which `==` is right: True equals 1, and NaN does not equal itself.
@@ -189,8 +194,30 @@ def _other(value: Any, seen: _Seen) -> Any:
     if isinstance(value, PARTS_OF_KERAS):
         return "part", _Same(value)
     if any("__eq__" in vars(cls) for cls in kind.__mro__[:-1]):
-        return "part", _Equal(value)
-    return ("part", _Same(value)) if classes_of_user(kind) else _UNKNOWN
+        return "part", _Equal(value), _in_c(value, seen)
+    if kind.__module__ != "builtins" and not classes_of_user(kind):
+        return _UNKNOWN
+    return "part", _Same(value), _in_c(value, seen)
+
+
+def _in_c(value: Any, seen: _Seen) -> Any:
+    """Returns a copy of what an object holds in C, such as the position of an iterator or a file.
+
+    The attributes of an object are compared one by one, and so are draws of random numbers.
+    """
+    try:
+        if isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            # A generator that has ended has no frame.
+            inside = [frame.f_lasti, dict(frame.f_locals)] if frame is not None else []
+            return _collection(inside, seen)
+        if isinstance(value, io.IOBase):
+            return value.tell()
+        if type(value).__dictoffset__ or slots_of(value) or isinstance(value, GENERATORS):
+            return ABSENT
+        return _collection(value.__reduce_ex__(4), seen)
+    except Exception:  # Not each object can tell it.
+        return ABSENT
 
 
 def _array(value: np.ndarray, seen: _Seen) -> tuple[Any, ...]:

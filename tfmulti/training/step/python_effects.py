@@ -27,11 +27,11 @@ from tfmulti.training.state import model_search
 from tfmulti.training.state.kept_values import KeptValues
 from tfmulti.training.state.step_code import StepCode
 from tfmulti.training.state.trainer_state import state_of
+from tfmulti.training.state.value_copies import GENERATORS
 
 # So many calls for one batch compare the values. Afterwards each tenth call does, or each hundredth
 # if a comparison has taken longer than this.
 _ALWAYS_COMPARED, _OFTEN, _SLOWLY, _SLOW_S = 10, 10, 100, 0.02
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class PythonEffects:
@@ -65,7 +65,7 @@ class PythonEffects:
         else:
             code = self._values.code
             self._draws = _draws_in_python(code)
-            own = self._values.of_types(_GENERATORS)
+            own = self._values.of_types(GENERATORS)
             self._read_state |= {n: functools.partial(_state_of, g) for n, g in own.items()}
             # Another thread may draw from the global generators, too, such as a Dataset's.
             if code.uses(np.random, np.random.RandomState):
@@ -221,7 +221,7 @@ def warn_of_old_values(model: keras.Model, step: str, *, is_batch: bool = False)
 
 
 def _state_of(generator: Any) -> Any:
-    """Returns the state of a generator of one of the types `_GENERATORS`, if it has one."""
+    """Returns the state of a generator of one of the types `GENERATORS`, if it has one."""
     if isinstance(generator, random.SystemRandom):
         return None
     if isinstance(generator, random.Random):
