@@ -8,8 +8,8 @@ replicas together equal to those of one device that computes the whole batch.
 - `replica_context` weights, reduces and gathers values between replicas.
 - `losses`, `normalization`, `randomness`, `batch_dependent_layers` and `custom_steps` give the
   results of the global batch where a replica alone would compute something else.
-- `row_rules`, `row_labels` and `global_values` follow how each tensor of a step depends on the
-  rows, and build the values of the global batch.
+- `row_rules` and `row_labels` follow how each tensor of a step depends on the rows. With them
+  `global_values`, `global_builder` and `global_gradients` give the values of the global batch.
 - `lookup_gradients` handles the gradients of tables, such as those of embeddings.
 - `agreement` gives every worker the whole numbers or bytes of each worker.
 

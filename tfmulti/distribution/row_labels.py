@@ -648,3 +648,9 @@ def _of_rows(marks: _Marks, node: Node) -> Label:
     return Label(
         Kind.MIXED, parts, all(label.kind in known or label.by_count for label in value_labels)
     )
+
+
+def is_of_several_rows(value: Any) -> bool:
+    """Returns whether a value is a tensor that depends on several rows of the batch together."""
+    kinds = (Kind.SUM, Kind.COUNT, Kind.GLOBAL, Kind.MIXED)
+    return isinstance(value, tf.Tensor) and label_of(value).kind in kinds

@@ -1,7 +1,7 @@
 """Patches of gradient tapes: the target of a gradient becomes that of the global batch.
 
 Each replica computes its own part of the gradient. The mean of these parts over the replicas, each
-weighted by its rows, is the gradient of the global batch (`distribution.global_values`).
+weighted by its rows, is the gradient of the global batch (`distribution.global_gradients`).
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -23,7 +23,13 @@ from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import custom_gradient as custom_gradient_module
 
-from tfmulti.distribution import custom_gradients, global_values, losses, row_labels
+from tfmulti.distribution import (
+    custom_gradients,
+    global_gradients,
+    global_values,
+    losses,
+    row_labels,
+)
 from tfmulti.distribution.custom_gradients import mark_formula
 from tfmulti.distribution.replica_slice import ReplicaSlice, partial
 from tfmulti.distribution.row_rules import Kind
@@ -135,7 +141,7 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         compute = functools.partial(original, self)
         # This tape no longer records outside its context, but an outer tape may.
         recorded = record.could_possibly_record()
-        return global_values.gradient(
+        return global_gradients.gradient(
             replica_slice,
             compute,
             target,
@@ -160,7 +166,7 @@ def _batch_jacobian(
 ) -> Any:
     """Labels the matrices of the rows, since TensorFlow computes them by operations on all rows."""
     jacobian = original(tape, target, source, *args, **kwargs)
-    return global_values.labelled_jacobian(target, source, jacobian)
+    return global_gradients.labelled_jacobian(target, source, jacobian)
 
 
 def _recomputed(

@@ -244,6 +244,32 @@ def optimizers_built_outside_the_scope() -> Any:
     return losses
 
 
+class PullsTowardsZero(keras.callbacks.Callback):
+    """Changes the weights after each batch by an optimizer of its own."""
+
+    def __init__(self, scope: Any) -> None:
+        super().__init__()
+        with scope:
+            self.optimizer = keras.optimizers.Adam(0.01)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        weights = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.model(X[:8]) ** 2)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+
+def optimizer_of_a_callback() -> Any:
+    """Returns the losses and weights of a model that a callback changes by an optimizer."""
+    model = classifier(optimizer="sgd")
+    losses = fit(model, callbacks=[PullsTowardsZero(here.strategy.scope())])["loss"]
+    return losses, weights_of(model)
+
+
+def optimizer_of_a_callback_outside_the_scope() -> Any:
+    fit(classifier(optimizer="sgd"), callbacks=[PullsTowardsZero(contextlib.nullcontext())])
+
+
 def two_fits_shuffle_differently() -> Any:
     """Returns the losses of the steps of each fit, with a learning rate of 0."""
     orders: list[list[float]] = []

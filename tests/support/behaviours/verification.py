@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tests.support.behaviours.common import X, Y, fit, here
 from tfmulti import prepare, verify
-from tfmulti.distribution import global_values, replica_context
+from tfmulti.distribution import global_builder, global_values, replica_context
 from tfmulti.distribution.lookup_gradients import Lookup
 from tfmulti.errors import ModelError, VerificationError
 from tfmulti.keras_patches import layers, losses
@@ -363,7 +363,7 @@ class Patch(NamedTuple):
 # GPUs multiply float32 numbers as TensorFloat-32.
 AS_ON_A_GPU = (step_comparison, "_unit_of", lambda model, placement: 2.0**-11)
 NOT_KNOWN = (global_values, "are_known", lambda replica_slice: False)
-NOT_DIVIDED = (global_values._Builder, "_over_weight", lambda self, value: value)
+NOT_DIVIDED = (global_builder.Builder, "_over_weight", lambda self, value: value)
 PATCHES = {
     "losses left by other replicas": Patch(
         _loss_before_normalization,
