@@ -219,6 +219,7 @@ def test_the_messages_on_the_page_of_limits_are_those_of_the_code() -> None:
         "is not in the list of allowed values",
         "You cannot add new elements of state",
         "only supports singleton tf.Variables",
+        "'NoneType' object has no attribute",
         "… You are attempting to create a variable",
     }
     others = {*of_libraries, "(n, 3, d)", "self.steps += 1"}

@@ -19,6 +19,7 @@ FAMILIES = (
     "second_order",
     "late_effects",
     "tapes",
+    "strategies",
     "metrics",
     "layers_with_state",
     "datasets",

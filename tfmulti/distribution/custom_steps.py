@@ -38,11 +38,14 @@ def average_loss(
     """Returns the sum of this replica's losses, divided as on one device.
 
     TensorFlow's function also divides by the number of replicas. Without `global_batch_size` this
-    one divides by the number of this replica's rows, so the result is a mean over rows. With it the
-    result is a sum over rows divided by a number, as in the user's own code.
+    one divides by the number of rows, so the result is a mean over rows. With it the result is a
+    sum over rows divided by a number, as in the user's own code.
     """
     if global_batch_size is None:
-        global_batch_size = tf.maximum(replica_slice.own_rows, 1)
+        # The labels tell that a shape has the number of rows.
+        read_rows = tf.shape(per_example_loss)[0]
+        own_rows = tf.maximum(replica_slice.own_rows, 1)
+        global_batch_size = read_rows if are_known(replica_slice) else own_rows
     return original(per_example_loss, sample_weight, global_batch_size)
 
 

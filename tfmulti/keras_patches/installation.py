@@ -12,6 +12,7 @@ from tfmulti.keras_patches import (
     metrics,
     optimizers,
     random_numbers,
+    strategy_in_steps,
     unprepared_models,
     variables,
 )
@@ -28,6 +29,7 @@ PATCHES = (
     batch_normalization,
     random_numbers,
     optimizers,
+    strategy_in_steps,
     unprepared_models,
     variables,
     cpu_speed,

@@ -359,18 +359,14 @@ def _advice(difference: Difference, replicas: int) -> str:
             return (
                 f"It is about 1/{replicas} of one device's value, and there are {replicas} "
                 "replicas: the loss looks like a sum over rows, or is divided by the replicas. "
-                "Take the mean over the rows of the batch, and do not divide by "
-                "num_replicas_in_sync."
+                "Take the mean over the rows of the batch."
             )
     advice = {
         "layer": "What it gives for a row seems to depend on the other rows of the batch, of "
         "which a replica has its own only. Compare rows in the loss function instead, which gets "
-        "the rows of all replicas, or gather them by "
-        "tf.distribute.get_replica_context().all_gather(x, axis=0).",
+        "the rows of all replicas.",
         "state": "Each replica, and each pass of --microbatches, changes it by its own rows only. "
-        "Change it by a mean over the rows, or gather them first by "
-        "tf.distribute.get_replica_context().all_gather(x, axis=0). If it counts the steps, leave "
-        "--microbatches out.",
+        "Change it by a mean over the rows. If it counts the steps, leave --microbatches out.",
         "metric": "The replicas' states are added up, so a metric's state must be a sum over "
         "rows, and update_state must add to it what belongs to the rows that it gets.",
         "update": "All layers, losses and gradients before it are the same, so look at what the "
