@@ -50,10 +50,8 @@ def has_unbuilt_losses(model: keras.Model, targets: Any) -> bool:
     return is_unbuilt and (tf.nest.is_nested(model.loss) or tf.nest.is_nested(targets))
 
 
-def build_from_specs(
-    model: keras.Model, specs: Any, *, with_optimizer: bool, with_losses: bool
-) -> None:
-    """Builds layers, metrics and maybe the losses and the optimizer from the specs of one batch.
+def build_from_specs(model: keras.Model, specs: Any, *, with_losses: bool) -> None:
+    """Builds layers, metrics and maybe the losses, without the optimizer, by the specs of a batch.
 
     Keras does this in `fit` from a real batch, in `_maybe_symbolic_build`, which fails on a tuple
     of PerReplica values. Call this function inside the strategy's scope, on every worker.
@@ -61,13 +59,11 @@ def build_from_specs(
     Args:
         model: the compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
-        with_optimizer: whether to build the compiled optimizer for all trainable weights.
         with_losses: whether to build the compiled losses.
     """
     optimizer, losses = model.optimizer, model._compile_loss
     try:
-        if not with_optimizer:
-            model.optimizer = None
+        model.optimizer = None
         if not with_losses:
             model._compile_loss = None
         model._symbolic_build(data_batch=specs)

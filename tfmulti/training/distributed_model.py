@@ -249,8 +249,10 @@ class DistributedModel(keras.Model):
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function of a training execution, as Keras does before `fit`."""
         if force:
-            # A callback may have compiled the model with another optimizer.
+            # A callback may have compiled the model with another optimizer, or other metrics.
             relocation.enter(self)
+            if state_of(self).specs is not None:
+                model_checks.build(self, state_of(self).specs)
         if self.train_function is None or force:
             reduction = self._reduction
 
@@ -481,6 +483,7 @@ class DistributedModel(keras.Model):
                 notes.tell_numbers(validation_steps or validation.data.steps, callbacks, "test")
             notes.tell_numbers(count, callbacks, "train")
             notes.tell_draws()
+            notes.tell_changed_steps()
             state = state_of(self)
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}

@@ -231,6 +231,49 @@ def test_fit_warns_of_a_log_that_plain_keras_reads_after_the_validation(returns:
     assert len(told) == (returns != "tensor")
 
 
+@pytest.mark.parametrize("thresholds", [[0.3], [0.3, 0.5]])
+def test_fit_warns_of_counts_that_plain_keras_reads_after_the_validation(
+    thresholds: list[float],
+) -> None:
+    def logged(*, by_tfmulti: bool) -> Any:
+        counts = keras.metrics.FalseNegatives(thresholds=thresholds, name="counts")
+        model = compiled(by_tfmulti=by_tfmulti, metrics=[counts])
+        model.set_weights([np.zeros((1, 1)), np.zeros(1)])
+        model.optimizer.learning_rate = 0.0
+        ones = np.ones_like(X)
+        data = {"batch_size": 8, "verbose": 0, "validation_data": (X[:5], ones[:5])}
+        return np.ravel(model.fit(X, ones, **data).history["counts"]).tolist()
+
+    assert logged(by_tfmulti=False) == ([32] if len(thresholds) == 1 else [5, 5])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert logged(by_tfmulti=True) == [32] * len(thresholds)
+    told = [w for w in caught if "the metric 'counts' is its variable" in str(w.message)]
+    assert len(told) == len(thresholds) - 1
+
+
+def test_fit_says_that_steps_per_execution_has_changed() -> None:
+    def taken(*, by_tfmulti: bool) -> int:
+        model = compiled(by_tfmulti=by_tfmulti)
+        model.fit(X, X, batch_size=4, verbose=0)
+        model.steps_per_execution = 2
+        model.fit(X, X, batch_size=4, verbose=0)
+        return int(model.optimizer.iterations) - 8
+
+    assert taken(by_tfmulti=False) == 4
+    with pytest.warns(UserWarning, match="was 1 at the last compile and is 2; plain Keras keeps"):
+        assert taken(by_tfmulti=True) == 8
+
+
+def test_fit_does_not_warn_of_the_metrics_of_an_earlier_fit() -> None:
+    model = compiled(metrics=["mae"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model.fit(X, X, batch_size=8, verbose=0)
+            model.train_function = None
+
+
 @pytest.mark.parametrize("is_new", [False, True])
 def test_fit_warns_of_a_metric_that_has_counted_rows_before_compile(is_new: bool) -> None:
     def logged(*, by_tfmulti: bool) -> float:

@@ -320,6 +320,58 @@ def test_an_attribute_that_loading_weights_sets_in_keras_is_not_told(tmp_path: P
     assert kept.first_new([]) is None
 
 
+def _set(owner: str, name: str, value: Any) -> Any:
+    """Returns a function that changes a rule of a part of Keras in a model."""
+
+    def change(model: keras.Model) -> None:
+        layer = model.layers[0]
+        owners = {
+            "layer": layer,
+            "regularizer": layer.kernel.regularizer,
+            "constraint": layer.kernel.constraint,
+            "activity": layer.activity_regularizer,
+            "schedule": model.optimizer._learning_rate,
+        }
+        setattr(owners[owner], name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_set("regularizer", "l2", 1.0), "L2.l2"),
+        (_set("constraint", "max_value", 0.1), "MaxNorm.max_value"),
+        (_set("activity", "l1", 0.5), "L1.l1"),
+        (_set("layer", "activity_regularizer", None), "Dense.activity_regularizer of 'hidden'"),
+        (_set("schedule", "initial_learning_rate", 0.01), "CosineDecay.initial_learning_rate"),
+        (_set("schedule", "name", "other"), None),
+        (_set("layer", "name", "other"), None),
+    ],
+)
+def test_a_changed_rule_of_keras_is_told(change: Any, words: str | None) -> None:
+    hidden = keras.layers.Dense(
+        3,
+        kernel_regularizer=keras.regularizers.L2(0.01),
+        kernel_constraint=keras.constraints.MaxNorm(2.0),
+        activity_regularizer=keras.regularizers.L1(0.01),
+        name="hidden",
+    )
+    model = keras.Sequential([keras.Input((2,)), hidden])
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 20)), "mse")
+    kept = KeptValues(model_search.find(model), "train_step")
+    assert kept.first_new([]) is None
+    change(model)
+    assert kept.first_new([]) == words
+
+
+def test_a_variable_that_keras_builds_is_no_change() -> None:
+    layer = keras.layers.Dense(3)
+    kept = KeptValues(model_search.find(layer), "train_step")
+    layer.build((None, 2))
+    assert kept.changed() == ([], None)
+
+
 HELD: Any = None
 
 

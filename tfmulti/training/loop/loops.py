@@ -186,6 +186,14 @@ def _validated(model: keras.Model, training: Training) -> Logs:
     return {f"val_{name}": value for name, value in logs.items()}
 
 
+_VARIABLES = (keras.Variable, tf.Variable)
+# With several thresholds the result of these metrics is their variable.
+_COUNTS = (
+    *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),
+    *(keras.metrics.FalsePositives, keras.metrics.FalseNegatives),
+)
+
+
 def _warn_of_variables_as_logs(model: keras.Model) -> None:
     """Warns once of a metric whose result is a variable, which plain Keras reads too late.
 
@@ -195,8 +203,12 @@ def _warn_of_variables_as_logs(model: keras.Model) -> None:
     if "variables as logs" in told:
         return
     told.add("variables as logs")
-    own = [metric for metric in metrics_one_by_one(model) if not is_of_keras(type(metric))]
-    variables = [m.name for m in own if any(hasattr(v, "assign") for v in _results_of(m))]
+    metrics = [
+        metric
+        for metric in metrics_one_by_one(model)
+        if isinstance(metric, _COUNTS) or not is_of_keras(type(metric))
+    ]
+    variables = [m.name for m in metrics if any(isinstance(v, _VARIABLES) for v in _results_of(m))]
     if variables and placement_of(model.distribute_strategy).is_chief:
         warnings.warn(
             f"the result of the metric {variables[0]!r} is its variable. Plain Keras reads it "

@@ -122,6 +122,16 @@ class Notes:
                 "compile(jit_compile=False); XLA, its default on GPUs, draws other ones",
             )
 
+    def tell_changed_steps(self) -> None:
+        """Tells that plain Keras takes other steps, if an execution was to have fewer or more."""
+        function, now = self._model.train_function, int(self._model.steps_per_execution)
+        if function is not None and function.compiled_steps != now:
+            self._tell_once(
+                "steps of an execution",
+                f"steps_per_execution was {function.compiled_steps} at the last compile and is "
+                f"{now}; plain Keras keeps its old function, and takes another number of steps",
+            )
+
     def _tell_once(self, topic: str, text: str) -> None:
         """Tells a difference on the chief, unless one of this topic was told for the model."""
         state = state_of(self._model)

@@ -26,7 +26,13 @@ from tfmulti.training.state.step_code import Owner, StepCode
 from tfmulti.training.state.value_copies import ABSENT, copied, has_changed
 
 # Private attributes of Keras' parts that hold what their public properties set.
-_BEHIND_PROPERTIES = ("_trainable", "_learning_rate")
+_BEHIND_PROPERTIES = ("_trainable", "_learning_rate", "activity_regularizer")
+# Parts of Keras that hold numbers for a step, and no variables.
+_RULES = (
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 # The classes of Keras whose methods use names that a user's attribute may also have.
 _BASES = (
     *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
@@ -69,8 +75,10 @@ class KeptValues:
         """
         self.code = code = StepCode(found, step)
         part = functools.partial
+        objects = {id(o): o for o in found.objects}
+        objects |= {id(rule): rule for rule in _rules_in(found, code)}
         of_model: list[_Reader] = [
-            *((part(_attributes, o, code), part(_of, o)) for o in found.objects),
+            *((part(_attributes, o, code), part(_of, o)) for o in objects.values()),
             *((part(_rules_of_variable, v), part(_of, v)) for v in found.variables),
         ]
         outside: list[_Reader] = [
@@ -136,7 +144,8 @@ class KeptValues:
             now = read()
             for name in {**before, **now}:
                 old, new = before.get(name, ABSENT), copied(now.get(name))
-                if has_changed(old, new):
+                is_built = old == ABSENT and isinstance(now.get(name), keras.Variable)
+                if has_changed(old, new) and not is_built:
                     yield words(name), old[0], new[0], is_outside
 
 
@@ -190,6 +199,15 @@ def _named_by_keras(cls: type) -> frozenset[str]:
     """
     left_out = _BASES if classes_of_user(cls) else ()
     return frozenset(step_code.names_of_classes(cls, left_out))
+
+
+def _rules_in(found: model_search.State, code: StepCode) -> Iterator[Any]:
+    """Yields the regularizers, constraints and schedules of the parts of a model."""
+    values = [
+        *(value for owner in found.objects for value in _attributes(owner, code).values()),
+        *(rule for variable in found.variables for rule in _rules_of_variable(variable).values()),
+    ]
+    return (value for value in values if issubclass(type(value), _RULES))
 
 
 def _rules_of_variable(variable: Any) -> dict[str, Any]:

@@ -242,8 +242,9 @@ def build(
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
         step: the method of the model that takes the batch.
         optimizers: whether to build all optimizers before the first step, which a checkpoint needs,
-            and the metrics that the step makes. Otherwise the optimizers of a user's train_step are
-            built when it first applies gradients.
+            and the metrics that the step makes. Otherwise `build_optimizer` builds Keras' own just
+            before that step, and those of a user's train_step are built when it first applies
+            gradients.
 
     Raises:
         ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
@@ -269,7 +270,11 @@ def build(
     check_metrics_add_up(model)
     check_rows_are_free(model)
     if model.train_function is None and model.test_function is None:
-        warn_of_initial_states(model)
+        state, metrics = state_of(model), list(model.metrics)
+        # Without a new `compile` the metrics go on as before.
+        if list(map(id, state.checked_metrics)) != list(map(id, metrics)):
+            state.checked_metrics = metrics
+            warn_of_initial_states(model)
 
 
 def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> None:
@@ -279,7 +284,7 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
     # `train_on_batch` and `test_on_batch` come here with each batch.
     function = model.train_function if step == "train_step" else model.test_function
     is_new = has_own and function is None
-    if is_new and any(not layer.built and not _only_holds(layer) for layer in layers_of(model)):
+    if is_new and _has_unbuilt_layers(model):
         # The model's `call` need not use all layers that the step calls.
         trace()
     with_losses = not (has_own and _computes_no_losses(model, specs, trace))
@@ -287,9 +292,8 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
     # A step of the user's own may update some of the weights only, and then Keras builds the
     # optimizer for these. A trace finds them, but would run the Python code of an eager step.
     is_one_in_eager_mode = model.run_eagerly and len(optimizers_of(model)) == 1
-    with_optimizer = is_one_in_eager_mode or not has_own_step(model, "train_step")
     try:
-        _build_from_specs(model, specs, with_optimizer=with_optimizer, with_losses=with_losses)
+        _build_from_specs(model, specs, with_losses=with_losses)
     except Exception as error:
         if isinstance(_cause_of(error), AttributeError):
             raise _cause_of(error) from None
@@ -303,7 +307,12 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
-    optimizers = optimizers or any(map(_scales_losses, optimizers_of(model)))
+    if function is None and step == "train_step" and _has_unbuilt_layers(model):
+        # A layer may call others in training alone.
+        trace()
+    optimizers = optimizers or any(map(_is_built_early, optimizers_of(model)))
+    if step == "train_step" and (optimizers or is_one_in_eager_mode):
+        build_optimizer(model, has_all_weights=is_one_in_eager_mode)
     if optimizers:
         build_optimizers(model, specs)
     # A metric that a replica's step makes would have variables of which that step knows nothing. A
@@ -312,12 +321,34 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
         trace()
 
 
-def _scales_losses(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether a step must not be traced before the optimizer is built.
+def _has_unbuilt_layers(model: keras.Model) -> bool:
+    """Returns whether a layer that may have weights is not built."""
+    return any(not layer.built and not _only_holds(layer) for layer in layers_of(model))
 
-    `scale_loss` multiplies by a constant until then, and by the scale of the last step afterwards.
+
+def build_optimizer(model: keras.Model, *, has_all_weights: bool = False) -> None:
+    """Builds, in the scope, the optimizer of a model whose train_step is Keras' own.
+
+    Plain Keras does so in the first step. Until then a callback may say which weights are trained.
+
+    Args:
+        model: the prepared and compiled model, whose layers are built.
+        has_all_weights: whether the optimizer gets all trained weights in any case.
     """
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not optimizer.built
+    has_all_weights = has_all_weights or not has_own_step(model, "train_step")
+    if has_all_weights and model.optimizer is not None and not model.optimizer.built:
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+
+
+def _is_built_early(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer must be built before its step is traced, and is not built yet.
+
+    `LossScaleOptimizer.scale_loss` multiplies by a constant until then, and by the scale of the
+    last step afterwards. A MultiOptimizer has no optimizers until then.
+    """
+    kinds = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
+    return isinstance(optimizer, kinds) and not optimizer.built
 
 
 def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:

@@ -135,6 +135,7 @@ class TrainerState:
         saved_variables: the values, from the checkpoint of a resumed run, of variables that are
             not made yet: seeds of layers that are not built, and variables outside of the model.
         calls_on_batch: how often `train_on_batch` and the like were called.
+        checked_metrics: the metrics of the model whose first states were checked.
         evaluation_metrics: the variables of metrics that only evaluations use.
     """
 
@@ -155,6 +156,7 @@ class TrainerState:
     calls_on_batch: int = 0
     told: set[str] = field(default_factory=set)
     saved_variables: dict[str, Any] = field(default_factory=dict)
+    checked_metrics: list[Any] = field(default_factory=list)
     evaluation_metrics: list[Any] = field(default_factory=list)
 
 

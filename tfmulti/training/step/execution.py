@@ -26,7 +26,7 @@ from tfmulti.training.input.worker_batch import (
     on_devices,
     with_any_rows,
 )
-from tfmulti.training.state import run_state
+from tfmulti.training.state import model_checks, run_state
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step import whole_batch
 from tfmulti.training.step.step import (
@@ -60,12 +60,14 @@ class Execution:
         several: the function of several steps, with an iterator, the number of steps, and votes.
         one_and_next: the function of one step that copies the next batch meanwhile (`Ahead`), with
             a queue, a `WorkerBatch` and votes.
+        compiled_steps: the `steps_per_execution` of the model when the function was made.
         is_verified: whether the first steps were compared with one device, or need no comparison
             (`verification`).
     """
 
     def __init__(self, model: keras.Model, *, training: bool) -> None:
         self.is_verified = False
+        self.compiled_steps = int(model.steps_per_execution)
         # A source, and the concrete function that was traced for it.
         self._traced: tuple[Any, Any] | None = None
         self._name = "train_step" if training else "test_step"
@@ -107,6 +109,7 @@ class Execution:
                 f"the {name} of a prepared model is called by fit and evaluate alone. Call "
                 "model.train_on_batch or model.test_on_batch for a batch of your own."
             )
+        self._build_optimizer()
         with connections.own_errors(self._placement), optimized_once():
             result = whole_batch.with_new_functions(
                 lambda: self._call(source, steps, votes), self._compile
@@ -114,6 +117,11 @@ class Execution:
         warn_of_unknown(self._model, self._name)
         warn_of_addends(self._model, self._name, result.rows, steps)
         return result
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer of Keras' own train_step before it is first traced."""
+        if self._name == "train_step":
+            model_checks.build_optimizer(self._model)
 
     def _call(self, source: Any, steps: int, votes: Sequence[int]) -> StepResult:
         """Runs the compiled function that fits the source and the number of steps."""
@@ -154,6 +162,7 @@ class Execution:
         """
         if self._model.run_eagerly:
             return
+        self._build_optimizer()
         vote = tf.constant(votes, tf.float32)
         if isinstance(source, Ahead) and self._goes_ahead:
             source.held = self._first(source.queue) if source.held is None else source.held

@@ -161,7 +161,7 @@ def times_sensitivity(unit: float) -> int:
 
 def last_place(dtype: np.dtype) -> float:
     """Returns one unit in the last place of the number 1, or 0 for whole numbers."""
-    if dtype.kind == "f":
+    if dtype.kind in "fc":
         return float(np.finfo(dtype).eps)
     return 2.0**-7 if dtype.name == "bfloat16" else 0.0
 
@@ -173,6 +173,11 @@ def _widened(value: np.ndarray) -> np.ndarray:
     # A difference of two float32 numbers is as exact as the numbers are.
     if value.dtype == np.float32 and value.size > MANY:
         return value
+    return _in_64_bits(value)
+
+
+def _in_64_bits(value: np.ndarray) -> np.ndarray:
+    """Returns a value in float64, or in complex128."""
     return np.asarray(value, np.complex128 if value.dtype.kind == "c" else np.float64)
 
 
@@ -234,7 +239,7 @@ def perturbed(value: np.ndarray, rng: np.random.Generator, unit: float) -> np.nd
     """Returns weights, each made larger or smaller by `relative_perturbation`."""
     signs = rng.choice([-1.0, 1.0], size=value.shape)
     factors = 1 + signs * relative_perturbation(value.dtype, unit)
-    return np.asarray(np.asarray(value, np.float64) * factors).astype(value.dtype)
+    return np.asarray(_in_64_bits(value) * factors).astype(value.dtype)
 
 
 def relative_perturbation(dtype: np.dtype, unit: float) -> float:

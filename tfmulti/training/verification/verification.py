@@ -312,6 +312,7 @@ def check(model: keras.Model, trial: Trial | BatchTrial, *, required: bool) -> V
             f"{strategy.num_replicas_in_sync} replicas. Make and compile the model inside 'with "
             "strategy.scope():'."
         )
+    model_checks.build_optimizer(model)
     comparer = StepComparison(model, trial)
     with _without_warnings(model), comparer.state_kept():
         for attempt in range(ATTEMPTS):
