@@ -347,8 +347,9 @@ def _is_built_early(optimizer: keras.optimizers.Optimizer) -> bool:
     `LossScaleOptimizer.scale_loss` multiplies by a constant until then, and by the scale of the
     last step afterwards. A MultiOptimizer has no optimizers until then.
     """
-    kinds = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
-    return isinstance(optimizer, kinds) and not optimizer.built
+    scales_losses = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    # An older Keras lacks MultiOptimizer.
+    return not optimizer.built and (scales_losses or hasattr(optimizer, "optimizers"))
 
 
 def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:
