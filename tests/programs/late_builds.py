@@ -89,13 +89,37 @@ class Frees(keras.callbacks.Callback):
         self.model.get_layer("hidden").trainable = True
 
 
-@program("a callback that frees a layer before the first step")
-def weights_freed_by_a_callback() -> Made:
-    """A callback decides before the first step which weights the optimizer gets."""
+def _freed(**compiled: Any) -> Made:
     model = _classifier()
     model.get_layer("hidden").trainable = False
     arguments = fit(X, Y, callbacks=[Frees()])
-    return Made(model, {"optimizer": adam(), "loss": SPARSE}, arguments, EVALUATED)
+    return Made(model, {"optimizer": adam(), "loss": SPARSE, **compiled}, arguments, EVALUATED)
+
+
+@program("a callback that frees a layer before the first step")
+def weights_freed_by_a_callback() -> Made:
+    """A callback decides before the first step which weights the optimizer gets."""
+    return _freed()
+
+
+@program("Keras: compile(run_eagerly=True), with a callback that frees a layer")
+def weights_freed_by_a_callback_in_eager_mode() -> Made:
+    """A callback decides before the first eager step which weights the optimizer gets."""
+    return _freed(run_eagerly=True)
+
+
+@program("Keras: LossScaleOptimizer, with a callback that frees a layer")
+def weights_freed_with_scaled_losses() -> Made:
+    """An evaluation, then a callback that decides which weights an optimizer with a scale gets."""
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        before = _evaluated(model)
+        return before | model.fit(**fit(X, Y, callbacks=[Frees()]), verbose=0).history
+
+    model = _classifier()
+    model.get_layer("hidden").trainable = False
+    optimizer = keras.optimizers.LossScaleOptimizer(adam(), initial_scale=64.0)
+    return Made(model, {"optimizer": optimizer, "loss": SPARSE}, use=use)
 
 
 class CompilesAgain(keras.callbacks.Callback):
@@ -113,6 +137,23 @@ def compiled_again_by_a_callback() -> Made:
     arguments = fit(X, Y, callbacks=[CompilesAgain()])
     compiled = {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]}
     return Made(_classifier(), compiled, arguments, EVALUATED)
+
+
+@program("another train function after compile, before a fit with other targets")
+def compiled_again_for_other_targets() -> Made:
+    """The metrics of a second compile are those for the targets of the next fit."""
+
+    def use(model: keras.Model) -> dict[str, Any]:
+        first = model.fit(**fit(X, Y), verbose=0).history
+        with model.distribute_strategy.scope():
+            model.compile(adam(), "categorical_crossentropy", metrics=["accuracy"])
+        model.make_train_function(force=True)
+        targets = keras.utils.to_categorical(Y, 3)
+        second = model.fit(**fit(X, targets), verbose=0).history
+        return {f"1/{k}": v for k, v in first.items()} | {f"2/{k}": v for k, v in second.items()}
+
+    compiled = {"optimizer": adam(), "loss": SPARSE, "metrics": ["accuracy"]}
+    return Made(_classifier(), compiled, use=use)
 
 
 class Spectrum(layers.Layer):

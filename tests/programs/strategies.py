@@ -146,6 +146,27 @@ def sums_over_the_replicas() -> Made:
     return _asks(AddsUp)
 
 
+class AddsUpMeans(Asks):
+    def of(self, errors: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        [mean] = tf.nest.map_structure(
+            lambda value: context.all_reduce("sum", value), [tf.reduce_mean(errors)]
+        )
+        return mean / context.num_replicas_in_sync * context.all_reduce("sum", 1.0)
+
+
+@program("Horovod style: means over the replicas, with compile(run_eagerly=True)")
+def means_over_the_replicas_in_eager_mode() -> Made:
+    """Eager steps that take means over the replicas by themselves."""
+    return _asks(AddsUpMeans, run_eagerly=True)
+
+
+@program("Horovod style: means over the replicas")
+def means_over_the_replicas() -> Made:
+    """Steps that take means over the replicas by themselves, of tensors and of numbers."""
+    return _asks(AddsUpMeans)
+
+
 class Gathers(Asks):
     def of(self, errors: Any) -> Any:
         context = tf.distribute.get_replica_context()

@@ -3,7 +3,8 @@
 Code that was written for `tf.distribute` asks for the number of replicas, to divide by it, and adds
 values up over the replicas. In a step of a prepared model its values are those of one device
 already. So the user's code finds one replica there, as with plain Keras on one device. Keras,
-TensorFlow and tfmulti themselves find the real strategy.
+TensorFlow and tfmulti themselves find the real strategy. Only `all_gather` in an eager `train_step`
+exchanges rows, since no labels tell there how values depend on them.
 
 | what | private name | upstream | can go when |
 |---|---|---|---|
@@ -25,8 +26,8 @@ from tfmulti.distribution.replica_slice import current
 from tfmulti.errors import ModelError
 
 _LIBRARIES = ("keras.", "tensorflow.", "tfmulti.")
-# Calls functions for code that `tf.function` has converted.
-_AUTOGRAPH = "tensorflow.python.autograph."
+# These call functions for the user: for code that `tf.function` has converted, and for nests.
+_CALLERS = ("tensorflow.python.autograph.", "tensorflow.python.util.")
 # Has `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss`, which ask for the user.
 _ASKS_FOR_THE_USER = "tensorflow.python.ops.nn_impl_distribute"
 
@@ -72,7 +73,7 @@ def _is_asked_in_step() -> bool:
         return False
     frame: Any = inspect.currentframe()
     frame = frame.f_back.f_back
-    while _module_of(frame).startswith(_AUTOGRAPH):
+    while _module_of(frame).startswith(_CALLERS):
         frame = frame.f_back
     module = _module_of(frame)
     return module == _ASKS_FOR_THE_USER or not module.startswith(_LIBRARIES)
@@ -91,16 +92,23 @@ def _has_strategy(original: Callable[[], bool]) -> Callable[[], bool]:
 
 def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        is_of_one_device = _is_asked_in_step() and _is_as_on_one_device()
-        return value if is_of_one_device else original(self, reduce_op, value, options)
+        if not _is_asked_in_step():
+            return original(self, reduce_op, value, options)
+        return tf.nest.map_structure(_as_tensor, value)
 
     return all_reduce
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
 
 
 def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(self: Any, value: Any, axis: Any, options: Any = None) -> Any:
         is_of_one_device = _is_asked_in_step() and _is_as_on_one_device()
-        return value if is_of_one_device else original(self, value, axis, options)
+        if not is_of_one_device:
+            return original(self, value, axis, options)
+        return tf.nest.map_structure(_as_tensor, value)
 
     return all_gather
 
@@ -116,7 +124,8 @@ def _merge_call(original: Callable[..., Any]) -> Callable[..., Any]:
                     "the step calls merge_call of its replica's context, which gives another value "
                     "than on one device. Leave it out: each value of a step is that of all rows."
                 )
-            replica_slice.note_unknown("a merge_call of the user's own")
+            if not replica_slice.is_whole:
+                replica_slice.note_unknown("a merge_call of the user's own")
         return original(self, *args, **kwargs)
 
     return merge_call

@@ -249,10 +249,8 @@ class DistributedModel(keras.Model):
     def make_train_function(self, force: bool = False) -> None:
         """Makes the function of a training execution, as Keras does before `fit`."""
         if force:
-            # A callback may have compiled the model with another optimizer, or other metrics.
+            # A callback may have compiled the model with another optimizer.
             relocation.enter(self)
-            if state_of(self).specs is not None:
-                model_checks.build(self, state_of(self).specs)
         if self.train_function is None or force:
             reduction = self._reduction
 
@@ -463,7 +461,7 @@ class DistributedModel(keras.Model):
             same_data.check_same_data(self, feed, validation)
             # A checkpoint needs all slots before the first step. So does a comparison with one
             # device that is not traced before.
-            needs_slots = checkpoint is not None or self.run_eagerly
+            needs_slots = checkpoint is not None or model_checks.is_traced_late(self)
             build = functools.partial(
                 model_checks.build, self, feed.data.specs, optimizers=needs_slots
             )
@@ -488,6 +486,7 @@ class DistributedModel(keras.Model):
             state.specs = feed.data.specs
             state.run, state.saved_variables = RunCounts(), {}
             self.make_train_function()
+            state.built_function = self.train_function
             warn_of_old_values(self, "train_step")
             all_callbacks = _callback_list(self, callbacks, verbose, epochs, count, history=True)
             first_steps = None
@@ -648,7 +647,7 @@ class DistributedModel(keras.Model):
         if class_weight is not None:
             sample_weight = weights_of_classes(y, class_weight, sample_weight)
         batch = _one_batch(x, y, sample_weight)
-        model_checks.build(self, batch, optimizers=bool(self.run_eagerly))
+        model_checks.build(self, batch, optimizers=model_checks.is_traced_late(self))
         check_between_batches(self)
         self.make_train_function()
         warn_of_old_values(self, "train_step", is_batch=True)

@@ -261,7 +261,7 @@ def test_fit_says_that_steps_per_execution_has_changed() -> None:
         return int(model.optimizer.iterations) - 8
 
     assert taken(by_tfmulti=False) == 4
-    with pytest.warns(UserWarning, match="was 1 at the last compile and is 2; plain Keras keeps"):
+    with pytest.warns(UserWarning, match="was 1 in an earlier fit and is 2; plain Keras keeps"):
         assert taken(by_tfmulti=True) == 8
 
 

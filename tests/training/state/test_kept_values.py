@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import itertools
+import os
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -363,6 +364,59 @@ def test_a_changed_rule_of_keras_is_told(change: Any, words: str | None) -> None
     assert kept.first_new([]) is None
     change(model)
     assert kept.first_new([]) == words
+
+
+def _ended(iterator: Any) -> Any:
+    """Returns an iterator that has given all values, or the first ones of endless ones."""
+    list(itertools.islice(iterator, 3))
+    return iterator
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _ended(itertools.cycle([1, 2])),
+        _ended(itertools.islice([1, 2], 2)),
+        _ended(zip([1], [2], strict=True)),
+        _ended(number for number in [1]),
+        # It is written only, so a step reads nothing of it.
+        open(os.devnull, "w"),  # noqa: SIM115
+    ],
+)
+def test_an_iterator_that_has_not_moved_is_not_told(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HELD", [value])
+    kept = KeptValues(model_search.find(Holds()), "train_step")
+    if hasattr(value, "write"):
+        value.write("a line")
+    assert kept.first_new([]) is None
+
+
+class Gated(keras.Model):
+    """May get a variable of one of its layers as a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = None, keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.last(x) if self.gate is None else self.gate * self.last(x)
+
+
+def test_a_variable_that_a_built_model_gets_is_told() -> None:
+    model = Gated()
+    model(np.zeros((1, 2)))
+    kept = KeptValues(model_search.find(model), "train_step")
+    model.gate = model.last.bias
+    assert kept.first_new([]) == "Gated.gate of 'gated'"
+
+
+def test_a_changed_list_of_a_schedule_is_told() -> None:
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.01])
+    kept = KeptValues(model_search.find(keras.optimizers.SGD(schedule)), "train_step")
+    schedule.values[1] = 0.05
+    assert kept.first_new([]) == "PiecewiseConstantDecay.values"
 
 
 def test_a_variable_that_keras_builds_is_no_change() -> None:

@@ -36,6 +36,7 @@ from tfmulti.training.loop.same_data import check_same_batches
 from tfmulti.training.loop.same_weights import check_same_weights
 from tfmulti.training.loop.step_clock import StepClock
 from tfmulti.training.loop.stop_votes import Votes
+from tfmulti.training.state import model_checks
 from tfmulti.training.state.trainer_state import state_of
 from tfmulti.training.step.execution import Execution
 from tfmulti.training.step.step_result import StepResult
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     from tfmulti.training.verification.verification import FirstSteps
 
 Logs = dict[str, Any]
+_VARIABLES = (keras.Variable, tf.Variable)
+# With several thresholds the result of these metrics is their variable.
+_COUNTS = (
+    *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),
+    *(keras.metrics.FalsePositives, keras.metrics.FalseNegatives),
+)
 
 
 @dataclass(frozen=True)
@@ -186,14 +193,6 @@ def _validated(model: keras.Model, training: Training) -> Logs:
     return {f"val_{name}": value for name, value in logs.items()}
 
 
-_VARIABLES = (keras.Variable, tf.Variable)
-# With several thresholds the result of these metrics is their variable.
-_COUNTS = (
-    *(keras.metrics.TruePositives, keras.metrics.TrueNegatives),
-    *(keras.metrics.FalsePositives, keras.metrics.FalseNegatives),
-)
-
-
 def _warn_of_variables_as_logs(model: keras.Model) -> None:
     """Warns once of a metric whose result is a variable, which plain Keras reads too late.
 
@@ -290,6 +289,10 @@ def _epoch(
             steps=_steps_wanted(model, per_execution),
         )
         clock.start()
+        if model.train_function is not state.built_function:
+            # A callback has compiled the model, and made another function.
+            model_checks.build(model, data.specs)
+            state.built_function = model.train_function
         with data_faults_explained(training.feed):
             result = run(model, model.train_function, source, count, votes)
         per_execution.agree(result.votes.agreed_steps(placement.local_replicas))

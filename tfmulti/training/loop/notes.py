@@ -128,7 +128,7 @@ class Notes:
         if function is not None and function.compiled_steps != now:
             self._tell_once(
                 "steps of an execution",
-                f"steps_per_execution was {function.compiled_steps} at the last compile and is "
+                f"steps_per_execution was {function.compiled_steps} in an earlier fit and is "
                 f"{now}; plain Keras keeps its old function, and takes another number of steps",
             )
 

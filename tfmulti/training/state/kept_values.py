@@ -39,8 +39,8 @@ _BASES = (
     *(keras.optimizers.Optimizer, *keras.Model.__mro__[1:]),
 )
 
-# A function that reads values by name, and one that puts a name into words.
-_Reader = tuple[Callable[[], Mapping[str, Any]], Callable[[str], str]]
+# A function that reads values by name, one that puts a name into words, and `_Kept.was_built`.
+_Reader = tuple[Callable[[], Mapping[str, Any]], Callable[[str], str], bool]
 
 
 class _Kept(NamedTuple):
@@ -51,12 +51,14 @@ class _Kept(NamedTuple):
         words: returns a name in words.
         before: for each name the copy of its value, as `value_copies` makes it.
         is_outside: whether the values are outside of the model, such as globals.
+        was_built: whether the owner of the values had its weights when they were copied.
     """
 
     read: Callable[[], Mapping[str, Any]]
     words: Callable[[str], str]
     before: dict[str, Any]
     is_outside: bool
+    was_built: bool
 
 
 class KeptValues:
@@ -78,20 +80,20 @@ class KeptValues:
         objects = {id(o): o for o in found.objects}
         objects |= {id(rule): rule for rule in _rules_in(found, code)}
         of_model: list[_Reader] = [
-            *((part(_attributes, o, code), part(_of, o)) for o in objects.values()),
-            *((part(_rules_of_variable, v), part(_of, v)) for v in found.variables),
+            *((part(_attributes, o, code), part(_of, o), _is_built(o)) for o in objects.values()),
+            *((part(_rules_of_variable, v), part(_of, v), True) for v in found.variables),
         ]
         outside: list[_Reader] = [
-            *((part(code_names.outside, f), part(_read_by, f)) for f in code.functions),
+            *((part(code_names.outside, f), part(_read_by, f), True) for f in code.functions),
             *(
-                (part(code.attributes_of, o.value), part(_of_owner, o))
+                (part(code.attributes_of, o.value), part(_of_owner, o), True)
                 for o in code.owners.values()
             ),
         ]
         self._kept = [
-            _Kept(read, words, {n: copied(v) for n, v in read().items()}, is_outside)
+            _Kept(read, words, {n: copied(v) for n, v in read().items()}, is_outside, was_built)
             for readers, is_outside in ((of_model, False), (outside, True))
-            for read, words in readers
+            for read, words, was_built in readers
         ]
 
     def of_types(self, kinds: tuple[type, ...]) -> dict[str, Any]:
@@ -140,12 +142,12 @@ class KeptValues:
 
     def _changes(self) -> Iterator[tuple[str, str, str, bool]]:
         """Yields each value that differs: its name in words, both kinds, and `is_outside`."""
-        for read, words, before, is_outside in self._kept:
+        for read, words, before, is_outside, was_built in self._kept:
             now = read()
             for name in {**before, **now}:
                 old, new = before.get(name, ABSENT), copied(now.get(name))
-                is_built = old == ABSENT and isinstance(now.get(name), keras.Variable)
-                if has_changed(old, new) and not is_built:
+                is_new = old == ABSENT and isinstance(now.get(name), keras.Variable)
+                if has_changed(old, new) and not (is_new and not was_built):
                     yield words(name), old[0], new[0], is_outside
 
 
@@ -186,6 +188,7 @@ def _attributes(owner: Any, code: StepCode) -> dict[str, Any]:
         # Keras takes some attributes for False if they are absent, and sets them to False later.
         is_unset = value is None or value is False
         is_data = isinstance(value, (np.ndarray, list, tuple, dict, set))
+        is_data = is_data and not isinstance(owner, _RULES)
         return not (is_unset or is_data) and name in _named_by_keras(kind)
 
     return {name: value for name, value in values.items() if may_be_read(name, value)}
@@ -199,6 +202,11 @@ def _named_by_keras(cls: type) -> frozenset[str]:
     """
     left_out = _BASES if classes_of_user(cls) else ()
     return frozenset(step_code.names_of_classes(cls, left_out))
+
+
+def _is_built(owner: Any) -> bool:
+    """Returns whether an object of a model is no layer, or a layer that has its weights."""
+    return not isinstance(owner, keras.layers.Layer) or bool(owner.built)
 
 
 def _rules_in(found: model_search.State, code: StepCode) -> Iterator[Any]:

@@ -241,10 +241,10 @@ def build(
         model: the prepared and compiled model.
         specs: `(x, y, sample_weight)` of one batch; each leaf has a `shape` and a `dtype`.
         step: the method of the model that takes the batch.
-        optimizers: whether to build all optimizers before the first step, which a checkpoint needs,
-            and the metrics that the step makes. Otherwise `build_optimizer` builds Keras' own just
-            before that step, and those of a user's train_step are built when it first applies
-            gradients.
+        optimizers: whether to build all optimizers now, which a checkpoint needs, and the metrics
+            that the step makes. Otherwise the optimizer of Keras' own train_step is built just
+            before the first step, and those of a user's train_step are built when it first applies
+            gradients. A MultiOptimizer is built now in any case.
 
     Raises:
         ModelError: the model cannot compute such a batch, or a part was made outside the scope. Or
@@ -289,32 +289,28 @@ def _build(model: keras.Model, specs: Any, step: str, *, optimizers: bool) -> No
         trace()
     with_losses = not (has_own and _computes_no_losses(model, specs, trace))
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    # A step of the user's own may update some of the weights only, and then Keras builds the
-    # optimizer for these. A trace finds them, but would run the Python code of an eager step.
-    is_one_in_eager_mode = model.run_eagerly and len(optimizers_of(model)) == 1
     try:
         _build_from_specs(model, specs, with_losses=with_losses)
     except Exception as error:
         if isinstance(_cause_of(error), AttributeError):
             raise _cause_of(error) from None
-        if "Mixing different tf.distribute.Strategy" in str(error):
-            raise ModelError(
-                f"the optimizer was made outside the strategy's scope. {relocation.SCOPE_ADVICE}"
-            ) from None
         check_metrics_add_up(model)
         if _takes_batches_as_keras(model):
             explain(model, specs, error)
             raise
         # A user's step may need no call(), as for a GAN. It may also take batches of another form
         # than (x, y, sample_weight), as for a siamese network. Such a step builds its parts itself.
-    if function is None and step == "train_step" and _has_unbuilt_layers(model):
-        # A layer may call others in training alone.
-        trace()
-    optimizers = optimizers or any(map(_is_built_early, optimizers_of(model)))
-    if step == "train_step" and (optimizers or is_one_in_eager_mode):
-        build_optimizer(model, has_all_weights=is_one_in_eager_mode)
-    if optimizers:
-        build_optimizers(model, specs)
+    if step == "train_step":
+        if _has_unbuilt_layers(model):
+            # A layer may call others in training alone.
+            trace()
+        optimizers = optimizers or any(_is_built_early(model, o) for o in optimizers_of(model))
+        if optimizers:
+            # A step of the user's own may update some of the weights only, and then Keras builds
+            # the optimizer for these. A trace finds them, but would run an eager step's code.
+            is_one_in_eager_mode = model.run_eagerly and len(optimizers_of(model)) == 1
+            build_optimizer(model, has_all_weights=is_one_in_eager_mode)
+            build_optimizers(model, specs)
     # A metric that a replica's step makes would have variables of which that step knows nothing. A
     # metric that is made after a checkpoint was read would not get its state.
     if is_new and (several or optimizers) and _makes_metrics(model):
@@ -335,21 +331,29 @@ def build_optimizer(model: keras.Model, *, has_all_weights: bool = False) -> Non
         model: the prepared and compiled model, whose layers are built.
         has_all_weights: whether the optimizer gets all trained weights in any case.
     """
-    has_all_weights = has_all_weights or not has_own_step(model, "train_step")
-    if has_all_weights and model.optimizer is not None and not model.optimizer.built:
+    if model.optimizer is None or model.optimizer.built:
+        return
+    if has_all_weights or not has_own_step(model, "train_step"):
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
 
 
-def _is_built_early(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether an optimizer must be built before its step is traced, and is not built yet.
+def is_traced_late(model: keras.Model) -> bool:
+    """Returns whether no trace of the train_step tells which weights an optimizer gets."""
+    return bool(model.run_eagerly) and has_own_step(model, "train_step")
+
+
+def _is_built_early(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer is to be built at the beginning of `fit`, and is not built yet.
 
     `LossScaleOptimizer.scale_loss` multiplies by a constant until then, and by the scale of the
     last step afterwards. A MultiOptimizer has no optimizers until then.
     """
     scales_losses = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     # An older Keras lacks MultiOptimizer.
-    return not optimizer.built and (scales_losses or hasattr(optimizer, "optimizers"))
+    return not optimizer.built and (
+        hasattr(optimizer, "optimizers") or (scales_losses and has_own_step(model, "train_step"))
+    )
 
 
 def _build_from_specs(model: keras.Model, specs: Any, **parts: bool) -> None:

@@ -218,7 +218,11 @@ class StepCode:
         return False
 
     def reads_elsewhere(self) -> tuple[str, str] | None:
-        """Returns what `outside_reads.first_read` does."""
+        """Returns what a step reads from outside of the program, such as a file, or None.
+
+        Returns:
+            What is read, and the name of what reads it; see `outside_reads.first_read`.
+        """
         held = self._held_readers.items()
         read = {n: v for n, v in held if n.partition("[")[0].rpartition(".")[2] in self.names}
         return outside_reads.first_read(self.functions, read)

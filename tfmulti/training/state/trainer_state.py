@@ -135,6 +135,7 @@ class TrainerState:
         saved_variables: the values, from the checkpoint of a resumed run, of variables that are
             not made yet: seeds of layers that are not built, and variables outside of the model.
         calls_on_batch: how often `train_on_batch` and the like were called.
+        built_function: the train function whose parts are built in this `fit`.
         checked_metrics: the metrics of the model whose first states were checked.
         evaluation_metrics: the variables of metrics that only evaluations use.
     """
@@ -156,6 +157,7 @@ class TrainerState:
     calls_on_batch: int = 0
     told: set[str] = field(default_factory=set)
     saved_variables: dict[str, Any] = field(default_factory=dict)
+    built_function: Any = None
     checked_metrics: list[Any] = field(default_factory=list)
     evaluation_metrics: list[Any] = field(default_factory=list)
 

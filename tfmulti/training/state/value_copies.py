@@ -4,8 +4,8 @@ A copy is a tuple of the value's kind and its content. Copies of equal values ar
 of different ones are not, as far as that is known. Equal means: as Python's `==` says, but True is
 not 1, NaN is NaN, and dicts have the same order. Numbers, texts and collections of them are copied.
 Of an array the copy has a checksum. An object is held itself: it equals another one if its class
-says so, or else only itself. A change inside of it is not seen, unless it is an iterator, a file or
-an object whose values pickle would find.
+says so, or else only itself. A change inside of it is seen if it is an iterator, a file, or an
+object of an extension in C that can be pickled.
 """
 
 from __future__ import annotations
@@ -194,16 +194,17 @@ def _other(value: Any, seen: _Seen) -> Any:
     if isinstance(value, PARTS_OF_KERAS):
         return "part", _Same(value)
     if any("__eq__" in vars(cls) for cls in kind.__mro__[:-1]):
-        return "part", _Equal(value), _in_c(value, seen)
+        return "part", _Equal(value), _state_in_c(value, seen)
     if kind.__module__ != "builtins" and not classes_of_user(kind):
         return _UNKNOWN
-    return "part", _Same(value), _in_c(value, seen)
+    return "part", _Same(value), _state_in_c(value, seen)
 
 
-def _in_c(value: Any, seen: _Seen) -> Any:
+def _state_in_c(value: Any, seen: _Seen) -> Any:
     """Returns a copy of what an object holds in C, such as the position of an iterator or a file.
 
-    The attributes of an object are compared one by one, and so are draws of random numbers.
+    It is empty for an object with attributes, which `kept_values` compares, and for generators of
+    random numbers, which `python_effects` compares.
     """
     try:
         if isinstance(value, types.GeneratorType):
@@ -212,10 +213,12 @@ def _in_c(value: Any, seen: _Seen) -> Any:
             inside = [frame.f_lasti, dict(frame.f_locals)] if frame is not None else []
             return _collection(inside, seen)
         if isinstance(value, io.IOBase):
-            return value.tell()
+            return value.tell() if value.readable() else ABSENT
         if type(value).__dictoffset__ or slots_of(value) or isinstance(value, GENERATORS):
             return ABSENT
-        return _collection(value.__reduce_ex__(4), seen)
+        copies = [_collection(value.__reduce_ex__(4), dict(seen)) for _ in range(2)]
+        # An iterator such as `itertools.cycle` may tell its state by a new iterator each time.
+        return ABSENT if has_changed(*copies) else copies[0]
     except Exception:  # Not each object can tell it.
         return ABSENT
 

@@ -109,8 +109,8 @@ class Execution:
                 f"the {name} of a prepared model is called by fit and evaluate alone. Call "
                 "model.train_on_batch or model.test_on_batch for a batch of your own."
             )
-        self._build_optimizer()
         with connections.own_errors(self._placement), optimized_once():
+            self._build_optimizer()
             result = whole_batch.with_new_functions(
                 lambda: self._call(source, steps, votes), self._compile
             )

@@ -281,7 +281,7 @@ def verify(
 def _verified(model: keras.Model, feed: Feed, steps: int) -> Verification:
     """Makes the comparison of `verify`."""
     same_data.check_same_data(model, feed)
-    model_checks.build(model, feed.data.specs, optimizers=bool(model.run_eagerly))
+    model_checks.build(model, feed.data.specs, optimizers=model_checks.is_traced_late(model))
     state_of(model).specs = feed.data.specs
     model.make_train_function()
     reason = reason_to_skip(model)
