@@ -198,3 +198,14 @@ class Merges(Asks):
 def values_merged_in_a_test_step() -> Made:
     """A test_step that adds values up over the replicas by merge_call."""
     return _asks(Merges, loss="sparse_categorical_crossentropy")
+
+
+class MergesInTraining(Merges):
+    def train_step(self, data: Any) -> Any:
+        return Asks.train_step(self, data)
+
+
+@program("a train_step with ReplicaContext.merge_call", expects="differs from one device")
+def values_merged_in_a_train_step() -> Made:
+    """A train_step that adds values up over the replicas by merge_call."""
+    return _asks(MergesInTraining)

@@ -276,6 +276,16 @@ def test_a_mistake_is_named(errors: list[list[str]], error: str, part: str) -> N
         assert part in message
 
 
+@behaviour(usage.what_a_step_finds_of_the_strategy, at=[TWO_REPLICAS, TWO_WORKERS])
+def test_the_users_code_in_a_step_finds_one_device(results: list[Any]) -> None:
+    for found in results:
+        assert found == {
+            "user": [1, 1, False],
+            "autograph": [1, 1, False],
+            "keras": [2, 2, True],
+        }
+
+
 @behaviour(usage.prediction_of_fixed_rows, at=[TWO_REPLICAS])
 def test_a_layer_that_takes_its_rows_from_a_shape_is_told_what_to_do(errors: list[Any]) -> None:
     [(kind, message)] = errors

@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -268,6 +269,31 @@ def optimizer_of_a_callback() -> Any:
 
 def optimizer_of_a_callback_outside_the_scope() -> Any:
     fit(classifier(optimizer="sgd"), callbacks=[PullsTowardsZero(contextlib.nullcontext())])
+
+
+def _asked() -> list[Any]:
+    context = tf.distribute.get_replica_context()
+    return [
+        tf.distribute.get_strategy().num_replicas_in_sync,
+        context.num_replicas_in_sync,
+        tf.distribute.has_strategy(),
+    ]
+
+
+def what_a_step_finds_of_the_strategy() -> Any:
+    """Returns what the user's code, code of `tf.function`, and Keras' own code find in a step."""
+    found: dict[str, Any] = {}
+    # Keras' own functions have such names of modules.
+    of_keras = types.FunctionType(_asked.__code__, {"__name__": "keras.src.any", "tf": tf})
+
+    class Asks(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            found["user"], found["keras"] = _asked(), of_keras()
+            found["autograph"] = tf.function(_asked)() and tf.autograph.to_graph(_asked)()
+            return super().train_step(data)
+
+    fit(classifier(kind=Asks, prepared={"verify": False}), epochs=1)
+    return found
 
 
 def two_fits_shuffle_differently() -> Any:
