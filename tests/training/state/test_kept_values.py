@@ -418,6 +418,22 @@ def test_a_variable_that_an_object_gets_later_is_told() -> None:
     assert kept.first_new([]) == "Gate.variable"
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        (keras.losses.Huber(0.5), "delta", "Huber.fn_kwargs"),
+        (keras.metrics.BinaryAccuracy(threshold=0.3), "threshold", "BinaryAccuracy.fn_kwargs"),
+    ],
+)
+def test_a_changed_argument_of_a_function_of_keras_is_told(
+    part: Any, name: str, words: str
+) -> None:
+    kept = KeptValues(model_search.find(part), "train_step")
+    assert kept.first_new([]) is None
+    part._fn_kwargs[name] = 0.1
+    assert kept.first_new([]) == words
+
+
 def test_a_changed_list_of_a_schedule_is_told() -> None:
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.01])
     kept = KeptValues(model_search.find(keras.optimizers.SGD(schedule)), "train_step")

@@ -33,6 +33,7 @@ _RULES = (
     keras.constraints.Constraint,
     keras.optimizers.schedules.LearningRateSchedule,
 )
+_OF_FUNCTIONS = (keras.losses.Loss, keras.metrics.Metric)
 # The classes of Keras whose methods use names that a user's attribute may also have.
 _BASES = (
     *(keras.Model, keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric),
@@ -182,7 +183,9 @@ def _attributes(owner: Any, code: StepCode) -> dict[str, Any]:
     def may_be_read(name: str, value: Any) -> bool:
         # TensorFlow counts in an attribute with `_self_` how often a checkpoint was written.
         if name in ignored or name.startswith("_self_" if own else "_"):
-            return name in _BEHIND_PROPERTIES
+            # Losses and metrics of Keras keep the arguments of their function in a dict.
+            has_arguments = isinstance(owner, _OF_FUNCTIONS) and isinstance(value, dict)
+            return name in _BEHIND_PROPERTIES or has_arguments
         if own and code.may_read(name, value):
             return True
         # Keras takes some attributes for False if they are absent, and sets them to False later.
