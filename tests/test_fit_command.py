@@ -591,7 +591,9 @@ USER_SIDE = """
             x, y = data
             with tf.GradientTape() as tape:
                 losses = keras.losses.sparse_categorical_crossentropy(y, self(x))
-                loss = tf.reduce_mean(losses) / self.distribute_strategy.num_replicas_in_sync
+                # The public property is 1 in a step.
+                replicas = self.distribute_strategy.extended._num_replicas_in_sync
+                loss = tf.reduce_mean(losses) / replicas
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"loss": loss}
