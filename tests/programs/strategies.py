@@ -58,6 +58,13 @@ def _asks(cls: type[Asks], **of_compile: Any) -> Made:
     return Made(cls(), {"optimizer": adam(), **of_compile}, fit(X, Y), evaluated, predicted)
 
 
+class AsksInEvaluations(Asks):
+    """A model whose train_step is Keras' own."""
+
+    def train_step(self, data: Any) -> Any:
+        return keras.Model.train_step(self, data)
+
+
 class DividesByReplicas(Asks):
     def of(self, errors: Any) -> Any:
         return tf.reduce_mean(errors) / tf.distribute.get_strategy().num_replicas_in_sync
@@ -115,14 +122,11 @@ def average_loss_without_a_batch_size() -> Made:
     return _asks(Averages)
 
 
-class AveragesOfAllRows(Averages):
+class AveragesOfAllRows(AsksInEvaluations, Averages):
     def of(self, errors: Any) -> Any:
         # No operation tells how the errors depend on the rows.
         errors = tf.ensure_shape(tf.numpy_function(lambda e: e, [errors], tf.float32), [None])
-        return super().of(errors)
-
-    def train_step(self, data: Any) -> Any:
-        return keras.Model.train_step(self, data)
+        return Averages.of(self, errors)
 
 
 @program(GUIDE)
@@ -167,13 +171,10 @@ def means_over_the_replicas() -> Made:
     return _asks(AddsUpMeans)
 
 
-class Gathers(Asks):
+class Gathers(AsksInEvaluations):
     def of(self, errors: Any) -> Any:
         context = tf.distribute.get_replica_context()
         return tf.reduce_max(context.all_gather(errors, axis=0)) + tf.reduce_mean(errors)
-
-    def train_step(self, data: Any) -> Any:
-        return keras.Model.train_step(self, data)
 
 
 @program("evaluations with ReplicaContext.all_gather")
@@ -182,16 +183,13 @@ def rows_gathered_in_a_test_step() -> Made:
     return _asks(Gathers, loss="sparse_categorical_crossentropy")
 
 
-class Merges(Asks):
+class Merges(AsksInEvaluations):
     def of(self, errors: Any) -> Any:
         context = tf.distribute.get_replica_context()
         return context.merge_call(
             lambda strategy, total: strategy.reduce("SUM", total, axis=None),
             args=(tf.reduce_sum(errors),),
         )
-
-    def train_step(self, data: Any) -> Any:
-        return keras.Model.train_step(self, data)
 
 
 @program("a test_step with ReplicaContext.merge_call", expects="the step calls merge_call")

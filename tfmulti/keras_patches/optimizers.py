@@ -91,9 +91,8 @@ def _refuse_outside_scope(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, grads: Gradients, trainable_variables: Any) -> Any:
-        for variable in trainable_variables:
-            has_copies = isinstance(variable.value, tf.distribute.DistributedValues)
-            if has_copies and strategy_of(self) is None:
+        for variable in trainable_variables if strategy_of(self) is None else ():
+            if isinstance(variable.value, tf.distribute.DistributedValues):
                 raise ModelError(
                     f"the optimizer {type(self).__name__} updates the variable {variable.path!r}, "
                     "but was made outside the strategy's scope. Make it in `with strategy.scope()`."

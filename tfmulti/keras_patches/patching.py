@@ -11,18 +11,20 @@ import keras
 from tfmulti.distribution.replica_slice import partial
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def replace(owner: Any, name: str, make: Callable[[Any], Any], mark: str = "_tfmulti") -> None:
     """Replaces a function of a class or module, unless it is a replacement already.
 
     Args:
         owner: the class or module that holds the function.
         name: the attribute under which `owner` holds it.
         make: takes the original function and returns the new one.
+        mark: the attribute by which a replacement is known. A second replacement of the same
+            function needs another one.
     """
     original = getattr(owner, name)
-    if not hasattr(original, "_tfmulti"):
+    if not hasattr(original, mark):
         new = functools.wraps(original)(make(original))
-        vars(new)["_tfmulti"] = True
+        vars(new)[mark] = True
         setattr(owner, name, new)
 
 

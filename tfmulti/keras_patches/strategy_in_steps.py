@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfmulti.distribution import row_labels
 from tfmulti.distribution.replica_slice import current
 from tfmulti.errors import ModelError
+from tfmulti.keras_patches.patching import replace
 
 _LIBRARIES = ("keras.", "tensorflow.", "tfmulti.")
 # These call functions for the user: for code that `tf.function` has converted, and for nests.
@@ -38,10 +39,11 @@ def install() -> None:
     for owner in (tf.distribute.Strategy, context):
         _answer(owner, "num_replicas_in_sync", lambda: 1)
     _answer(context, "replica_id_in_sync_group", lambda: tf.constant(0, tf.int32))
-    _put(tf.distribute, "has_strategy", _has_strategy)
-    _put(context, "all_reduce", _all_reduce)
-    _put(context, "all_gather", _all_gather)
-    _put(context, "merge_call", _merge_call)
+    replace(tf.distribute, "has_strategy", _has_strategy)
+    replace(context, "all_reduce", _all_reduce)
+    replace(context, "all_gather", _all_gather)
+    # `keras_patches.layers` has replaced it once.
+    replace(context, "merge_call", _merge_call, mark="_tfmulti_in_steps")
 
 
 def _answer(owner: type, name: str, on_one_device: Callable[[], Any]) -> None:
@@ -56,15 +58,6 @@ def _answer(owner: type, name: str, on_one_device: Callable[[], Any]) -> None:
 
     vars(read)["_tfmulti"] = True
     setattr(owner, name, property(read))
-
-
-def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function, which may be a replacement by another module already."""
-    original = getattr(owner, name)
-    if not hasattr(original, "_tfmulti_in_steps"):
-        new = functools.wraps(original)(make(original))
-        vars(new)["_tfmulti_in_steps"] = True
-        setattr(owner, name, new)
 
 
 def _is_asked_in_step() -> bool:
@@ -119,7 +112,7 @@ def _merge_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def merge_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         replica_slice = current()
         if replica_slice is not None and _is_asked_in_step():
-            if _has_all_rows():
+            if replica_slice.has_all_rows:
                 raise ModelError(
                     "the step calls merge_call of its replica's context, which gives another value "
                     "than on one device. Leave it out: each value of a step is that of all rows."
@@ -131,16 +124,13 @@ def _merge_call(original: Callable[..., Any]) -> Callable[..., Any]:
     return merge_call
 
 
-def _has_all_rows() -> bool:
-    """Returns whether this replica computes the whole batch of the step."""
-    replica_slice = current()
-    return replica_slice is not None and replica_slice.has_all_rows
-
-
 def _is_as_on_one_device() -> bool:
     """Returns whether a value counts as that of all rows without an exchange by the user's code.
 
     So it is if this replica computes all rows, or if labels tell how values depend on the rows.
     """
+    replica_slice = current()
+    if replica_slice is not None and replica_slice.has_all_rows:
+        return True
     with row_labels.kept_in_branch() as is_branch:
-        return is_branch or row_labels.are_kept() or _has_all_rows()
+        return is_branch or row_labels.are_kept()

@@ -129,7 +129,7 @@ class _Search:
         self._stack: list[tuple[Any, str, Callable[[Any], None]]] = []
 
     def run(self, roots: Sequence[Any]) -> State:
-        """Searches from the given objects, and returns what was found."""
+        """Searches everything that the given objects hold, and returns the state that it finds."""
         self._add([(root, type(root).__name__, _not_replaceable) for root in roots])
         while self._stack:
             self._look(*self._stack.pop())

@@ -40,7 +40,7 @@ _READ_BY: dict[str, tuple[Any, ...]] = {
     "the input of the program": (input,),
     "values by their names": (eval, exec, globals),
 }
-# What is read, by the id of the function that reads it. Not all of them can be keys.
+# For the id of each function in `_READ_BY`, what the function reads. Some functions have no hash.
 _READERS = {id(reader): what for what, readers in _READ_BY.items() for reader in readers}
 _METHODS_FOR_FILES = frozenset({"read_text", "read_bytes", "iterdir"})
 _METHODS_FOR_TIME = frozenset({"now", "today", "utcnow"})
@@ -70,8 +70,9 @@ def first_read(
             hold them.
 
     Returns:
-        What is read, such as `the time`, and the name of the function that reads it or of the
-        attribute that holds a function of Python such as `time.time`.
+        Two texts. The first says what is read, such as `the time`. The second is the name of the
+        user's function that reads it, or of the attribute that holds a function of Python such as
+        `time.time`.
     """
     for function in functions:
         before: Any = None

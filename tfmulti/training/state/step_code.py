@@ -221,7 +221,8 @@ class StepCode:
         """Returns what a step reads from outside of the program, such as a file, or None.
 
         Returns:
-            What is read, and the name of what reads it; see `outside_reads.first_read`.
+            Two texts, as `outside_reads.first_read` returns them: what is read, and the name of the
+            user's function or attribute by which it is read.
         """
         held = self._held_readers.items()
         read = {n: v for n, v in held if n.partition("[")[0].rpartition(".")[2] in self.names}
